@@ -1,0 +1,119 @@
+"""The ops in order: how one layer's sparse attention picks its tokens, in prefill and in decode.
+
+A decode step of one layer, T query rows, as ``bridge``, the notebooks and the tests all run it::
+
+    index_pool = index_write(index_pool, slots, k, ..., positions)         # or index_pack and a scatter of one's own
+    q8, weights = index_query(q, weights, cos_sin, positions)
+    selected = topk_decode(q8, weights, index_pool, token_table, requests, lengths, k=index_topk, ...)
+    kv_pool = kv_write(kv_pool, slots, k_nope, k_rope, layout=...)
+    out, lse = sparse_mla(q_nope, q_rope, kv_pool, selected, layout=..., softmax_scale=...)
+
+Everything that changes from batch to batch is an array; what is static (``k``, ``layout``, ``max_len``) changes the
+compiled program. Rows that only fill a batch up have length 0: they select nothing, attend to nothing and give 0.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float32, Int32, Shaped, UInt8
+
+from jax_mla.layouts import IndexLayout
+from jax_mla.ops.base import Implementation, refuse_unless, typed
+from jax_mla.ops.index_logits_paged import index_logits_paged
+from jax_mla.ops.index_logits_ragged import index_logits_ragged
+from jax_mla.ops.select import select
+from jax_mla.pallas_triton import cdiv
+
+LOGITS_BYTES = 512 << 20
+
+
+@typed
+def topk_prefill(
+    q8: Shaped[Array, "T Hi 128"],
+    weights: Float32[Array, "T Hi"],
+    index_pool: UInt8[Array, "pages page_bytes"],
+    k_slots: Int32[Array, " S"],
+    starts: Int32[Array, " T"],
+    lengths: Int32[Array, " T"],
+    *,
+    k: int,
+    layout: IndexLayout,
+    as_slots: bool = True,
+    logits_bytes: int = LOGITS_BYTES,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Int32[Array, "T k"]:
+    """The ``k`` tokens that each query row of a prefill attends to, in ascending order, -1 padded.
+
+    Goes through the rows in blocks whose logits take at most ``logits_bytes``.
+
+    - `q8`, `weights`: from ``index_query``.
+    - `index_pool`: uint8 ``[pages, layout.page_bytes]``, which holds the new tokens' keys already.
+    - `k_slots`: int32 ``[S]``, the slots of all tokens of all requests, one request after the other, cached prefixes
+      included; -1 where padded.
+    - `starts`, `lengths`: int32 ``[T]``. Row ``t`` sees ``k_slots[starts[t] : starts[t] + lengths[t]]``: ``starts`` is
+      where its request begins, ``lengths`` counts its tokens up to the row's own.
+    - `as_slots`: slots of the KV pool, or positions in the request.
+
+    Returns int32 ``[T, k]``. Raises what ``index_logits_ragged`` and ``select`` raise, and ``ValueError`` for a
+    ``logits_bytes`` under one row's.
+    """
+    t, s = q8.shape[0], k_slots.shape[0]
+    rows = logits_bytes // (4 * s)
+    refuse_unless(rows >= 1, "topk_prefill", "logits_bytes", f"at least {4 * s:,} for one row", f"{logits_bytes:,}")
+    layout.check_pool("topk_prefill", index_pool)
+    k8, k_scale = layout.read(index_pool, k_slots)
+    impl = dict(implementation=implementation, interpret=interpret)
+
+    def block(q8, weights, starts, lengths):
+        logits = index_logits_ragged(q8, weights, k8, k_scale, starts, starts + lengths, **impl)
+        return select(logits, lengths, k, starts=starts, table=k_slots if as_slots else None, **impl)
+
+    blocks = cdiv(t, rows)
+    if blocks <= 1:
+        return block(q8, weights, starts, lengths)
+    rows = cdiv(t, blocks)
+
+    def cut(x):
+        padded = jnp.pad(x, [(0, blocks * rows - t)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(blocks, rows, *x.shape[1:])
+
+    selected = lax.map(lambda x: block(*x), tuple(cut(x) for x in (q8, weights, starts, lengths)))
+    return selected.reshape(blocks * rows, k)[:t]
+
+
+@typed
+def topk_decode(
+    q8: Shaped[Array, "T Hi 128"],
+    weights: Float32[Array, "T Hi"],
+    index_pool: UInt8[Array, "pages page_bytes"],
+    token_table: Int32[Array, "R C"],
+    requests: Int32[Array, " B"],
+    lengths: Int32[Array, " B"],
+    *,
+    k: int,
+    layout: IndexLayout,
+    max_len: int,
+    next_n: int = 1,
+    as_slots: bool = True,
+    implementation: Implementation = None,
+    interpret: bool = False,
+) -> Int32[Array, "T k"]:
+    """The ``k`` tokens that each query row of a decode step attends to, in ascending order, -1 padded.
+
+    - `q8`, `weights`: from ``index_query``, ``next_n`` rows for each request.
+    - `index_pool`: uint8 ``[pages, layout.page_bytes]``, which holds the new tokens' keys already.
+    - `token_table`: int32 ``[R, C]``, the slot of each token of each request; `requests`: int32 ``[B]``, its rows.
+    - `lengths`: int32 ``[B]``, tokens of each request, the new ones included; 0 where padded.
+    - `max_len`: at least the largest of ``lengths``; columns of the logits.
+    - `next_n`: query rows a request; row i of n sees ``lengths[b] - n + i + 1`` tokens.
+    - `as_slots`: slots of the KV pool, or positions in the request.
+
+    Returns int32 ``[B * next_n, k]``. Raises what ``index_logits_paged`` and ``select`` raise.
+    """
+    impl = dict(implementation=implementation, interpret=interpret)
+    batch = (token_table, requests, lengths)
+    logits = index_logits_paged(q8, weights, index_pool, *batch, layout=layout, max_len=max_len, next_n=next_n, **impl)
+    seen = (lengths[:, None] + (jnp.arange(next_n, dtype=jnp.int32) - next_n + 1)).reshape(-1)
+    if not as_slots:
+        return select(logits, seen, k, **impl)
+    return select(logits, seen, k, table=token_table, table_rows=jnp.repeat(requests, next_n), **impl)

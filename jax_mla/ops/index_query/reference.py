@@ -1,0 +1,38 @@
+"""What the indexer's query preparation means, with RoPE as a product of complex numbers."""
+
+import jax.numpy as jnp
+
+from jax_mla.fp8 import AMAX_FLOOR
+
+
+def rope_reference(x, cos_sin, positions, interleaved):
+    """``x`` ``[T, ..., 128]`` with its first 64 columns rotated."""
+    angle = cos_sin[positions]
+    turn = (angle[:, :32] + 1j * angle[:, 32:]).reshape(x.shape[0], *(1,) * (x.ndim - 2), 32)
+    pairs = x[..., :64].reshape(*x.shape[:-1], 32, 2) if interleaved else x[..., :64].reshape(*x.shape[:-1], 2, 32)
+    axis = -1 if interleaved else -2
+    real, imag = jnp.take(pairs, 0, axis=axis), jnp.take(pairs, 1, axis=axis)
+    turned = (real + 1j * imag) * turn
+    y = jnp.stack([turned.real, turned.imag], axis=axis).reshape(*x.shape[:-1], 64)
+    return jnp.concatenate([y, x[..., 64:]], axis=-1)
+
+
+def hadamard_reference(x):
+    """Sylvester's construction, doubled seven times."""
+    h = jnp.ones((1, 1))
+    for _ in range(7):
+        h = jnp.block([[h, h], [h, -h]])
+    return jnp.einsum("...i,ij->...j", x, h, precision="highest") / jnp.sqrt(128.0)
+
+
+def quantize_reference(x, fp8):
+    """fp8 values and ue8m0 scales ``[..., 1]`` of the last axis."""
+    amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), AMAX_FLOOR)
+    scale = jnp.exp2(jnp.ceil(jnp.log2(amax / fp8.max)))
+    return jnp.clip(x / scale, -fp8.max, fp8.max).astype(fp8.dtype), scale
+
+
+def reference(q, weights, cos_sin, positions, *, fp8, interleaved, hadamard):
+    y = rope_reference(q.astype(jnp.float32), cos_sin, positions, interleaved)
+    q8, scale = quantize_reference(hadamard_reference(y) if hadamard else y, fp8)
+    return q8, weights.astype(jnp.float32) * scale[..., 0] * 128**-0.5 * q.shape[1] ** -0.5

@@ -1,0 +1,24 @@
+"""What selection means: a stable sort."""
+
+import jax.numpy as jnp
+
+
+def reference(logits, lengths, starts, table, table_rows, *, k):
+    rows, columns = logits.shape
+    starts = jnp.zeros_like(lengths) if starts is None else starts
+    s = jnp.arange(columns)
+    inside = (s >= starts[:, None]) & (s < (starts + lengths)[:, None])
+    nan = jnp.isnan(logits)
+    # Descending by (in the window, a number, value); the sort is stable, so ties keep the order of their columns.
+    value = -jnp.where(nan | (logits == 0), 0.0, logits)
+    order = jnp.lexsort((jnp.broadcast_to(s, logits.shape), value, nan, ~inside), axis=1)[:, :k]
+    chosen = jnp.where(jnp.take_along_axis(inside, order, axis=1), order, columns)
+    chosen = jnp.pad(jnp.sort(chosen, axis=1), ((0, 0), (0, max(0, k - columns))), constant_values=columns)
+    found = chosen < columns
+    positions = chosen - starts[:, None]
+    if table is None:
+        return jnp.where(found, positions, -1)
+    if table.ndim == 1:
+        return jnp.where(found, jnp.maximum(table[jnp.minimum(chosen, columns - 1)], -1), -1)
+    slots = table[table_rows[:, None], jnp.where(found, positions, 0)]
+    return jnp.where(found, jnp.maximum(slots, -1), -1)
