@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float32, Int32, Shaped, UInt8
 
 from jax_mla.layouts import IndexLayout
-from jax_mla.ops.base import Implementation, refuse_unless, typed
+from jax_mla.ops.base import Implementation, refuse_outside, refuse_unless, typed
 from jax_mla.ops.index_logits_paged import index_logits_paged
 from jax_mla.ops.index_logits_ragged import index_logits_ragged
 from jax_mla.ops.select import select
@@ -55,12 +55,14 @@ def topk_prefill(
     - `as_slots`: slots of the KV pool, or positions in the request.
 
     Returns int32 ``[T, k]``. Raises what ``index_logits_ragged`` and ``select`` raise, and ``ValueError`` for a
-    ``logits_bytes`` under one row's.
+    ``logits_bytes`` under one row's and, outside ``jit``, a slot beyond the pool.
     """
     t, s = q8.shape[0], k_slots.shape[0]
     rows = logits_bytes // (4 * s)
     refuse_unless(rows >= 1, "topk_prefill", "logits_bytes", f"at least {4 * s:,} for one row", f"{logits_bytes:,}")
     layout.check_pool("topk_prefill", index_pool)
+    pool_slots = index_pool.shape[0] * layout.page_size
+    refuse_outside("topk_prefill", "k_slots", k_slots, -(2**31), pool_slots, "the pool's slots")
     k8, k_scale = layout.read(index_pool, k_slots)
     impl = dict(implementation=implementation, interpret=interpret)
 

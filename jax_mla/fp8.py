@@ -107,7 +107,8 @@ def block_scale(amax: Array, fp8: Fp8Format, scale: str) -> Array:
     # max = 1.75 * 2^8 (fn) or 1.875 * 2^7 (fnuz); amax = m * 2^e with 1 <= m < 2.
     mantissa_of_max, exponent_of_max = (0x600000, 8) if fp8 == E4M3FN else (0x700000, 7)
     exponent = (bits >> 23) - exponent_of_max + jnp.where((bits & 0x7FFFFF) > mantissa_of_max, 1, 0)
-    return lax.bitcast_convert_type(jnp.maximum(exponent, 1) << 23, jnp.float32)
+    power = lax.bitcast_convert_type(jnp.maximum(exponent, 1) << 23, jnp.float32)
+    return jnp.where(amax < jnp.inf, power, amax)  # inf and NaN stay what they are
 
 
 def quantize_block(x: Array, amax: Array, fp8: Fp8Format, scale: str) -> tuple[Array, Array]:

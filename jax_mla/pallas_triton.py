@@ -53,11 +53,10 @@ def target() -> Target:
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device or jax.devices()[0]
     if isinstance(device, str):
         device = jax.devices(device)[0]
-    platform = device.platform
-    if platform == "gpu":
-        platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-    kind = getattr(device, "compute_capability", device.device_kind) if platform == "rocm" else device.device_kind
-    return Target(platform, kind)
+    if device.platform == "cpu":
+        return Target("cpu", device.device_kind)
+    arch = str(getattr(device, "compute_capability", device.device_kind))  # "gfx942:…" on ROCm, "9.0" on CUDA
+    return Target("rocm", arch.split(":")[0]) if arch.startswith("gfx") else Target("cuda", device.device_kind)
 
 
 def lowering_for(t: Target):
@@ -95,7 +94,7 @@ def kernel_call(
 
     - `aliases`: input number → number of the output that is the same memory.
     """
-    for x in inputs:
+    for x in (*inputs, *outputs):
         refuse_32_bit_overflow(name, x)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)

@@ -1,5 +1,6 @@
 """The lightning indexer's scores over the paged index-K cache, 1 to 4 query rows a request (decode)."""
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int32, Shaped, UInt8
 
@@ -61,7 +62,9 @@ def index_logits_paged(
     base.refuse_unless(0 < max_len <= token_table.shape[1], op, "max_len", f"1 to {token_table.shape[1]}", max_len)
     base.refuse_outside(op, "lengths", lengths, -(2**31), max_len + 1, "max_len")
     base.refuse_outside(op, "requests", requests, 0, token_table.shape[0], "the rows of token_table")
-    base.refuse_outside(op, "token_table", token_table, -(2**31), pool.shape[0] * layout.page_size, "the pool's slots")
+    if all(base.is_concrete(x) for x in (token_table, requests, lengths)):
+        read = jnp.where(jnp.arange(token_table.shape[1]) < lengths[:, None], token_table[requests], -1)
+        base.refuse_outside(op, "token_table", read, -(2**31), pool.shape[0] * layout.page_size, "the pool's slots")
     return base.run(
         op,
         IMPLEMENTATIONS,

@@ -1,18 +1,20 @@
 """What the indexer's query preparation means, with RoPE as a product of complex numbers."""
 
 import jax.numpy as jnp
+from jax import lax
 
 from jax_mla.fp8 import AMAX_FLOOR
+from jax_mla.ops.quantize.reference import power_of_two_reference
 
 
 def rope_reference(x, cos_sin, positions, interleaved):
     """``x`` ``[T, ..., 128]`` with its first 64 columns rotated."""
     angle = cos_sin[positions]
-    turn = (angle[:, :32] + 1j * angle[:, 32:]).reshape(x.shape[0], *(1,) * (x.ndim - 2), 32)
+    turn = lax.complex(angle[:, :32], angle[:, 32:]).reshape(x.shape[0], *(1,) * (x.ndim - 2), 32)
     pairs = x[..., :64].reshape(*x.shape[:-1], 32, 2) if interleaved else x[..., :64].reshape(*x.shape[:-1], 2, 32)
     axis = -1 if interleaved else -2
     real, imag = jnp.take(pairs, 0, axis=axis), jnp.take(pairs, 1, axis=axis)
-    turned = (real + 1j * imag) * turn
+    turned = lax.complex(real, imag) * turn
     y = jnp.stack([turned.real, turned.imag], axis=axis).reshape(*x.shape[:-1], 64)
     return jnp.concatenate([y, x[..., 64:]], axis=-1)
 
@@ -28,7 +30,7 @@ def hadamard_reference(x):
 def quantize_reference(x, fp8):
     """fp8 values and ue8m0 scales ``[..., 1]`` of the last axis."""
     amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), AMAX_FLOOR)
-    scale = jnp.exp2(jnp.ceil(jnp.log2(amax / fp8.max)))
+    scale = power_of_two_reference(amax / fp8.max)
     return jnp.clip(x / scale, -fp8.max, fp8.max).astype(fp8.dtype), scale
 
 

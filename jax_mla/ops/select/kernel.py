@@ -67,7 +67,7 @@ def _kernel(
     length = jnp.maximum(lengths_ref[t], 0)
     start = starts_ref[t]
     end = jnp.minimum(start + length, logits_ref.shape[1])
-    first = start // columns * columns
+    first = jnp.maximum(start, 0) // columns * columns
     tiles = jnp.maximum(pt.cdiv(end - first, columns), 0)
 
     def tile(i):

@@ -20,5 +20,6 @@ def reference(logits, lengths, starts, table, table_rows, *, k):
         return jnp.where(found, positions, -1)
     if table.ndim == 1:
         return jnp.where(found, jnp.maximum(table[jnp.minimum(chosen, columns - 1)], -1), -1)
+    found &= ((table_rows >= 0) & (table_rows < table.shape[0]))[:, None] & (positions < table.shape[1])
     slots = table[table_rows[:, None], jnp.where(found, positions, 0)]
     return jnp.where(found, jnp.maximum(slots, -1), -1)
