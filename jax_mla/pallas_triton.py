@@ -89,7 +89,7 @@ def kernel_call(
     num_stages: int,
     interpret: bool,
     aliases: dict[int, int] | None = None,
-) -> list[Array]:
+) -> tuple[Array, ...]:
     """Runs ``kernel(*input_refs, *output_refs)`` on each point of ``grid``; every ref is a whole array in memory.
 
     - `aliases`: input number → number of the output that is the same memory.

@@ -10,7 +10,7 @@ from jax_mla.layouts import INDEX_HEAD_DIM, QK_ROPE_HEAD_DIM
 
 def angles(cos_sin, positions, f, rotated):
     """Cosines and sines ``[T, 128]`` of each column's angle at ``positions``; NaN for a position outside the table."""
-    row = cos_sin.at[positions].get(mode="fill", fill_value=jnp.nan)
+    row = cos_sin.at[positions].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     half = QK_ROPE_HEAD_DIM // 2
     return jnp.where(rotated, row[:, f], 1.0), jnp.where(rotated, row[:, half + f], 0.0)
 

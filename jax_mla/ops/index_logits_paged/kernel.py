@@ -18,7 +18,8 @@ def xla(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, n
 
     def request(b):
         q, w, r, length = b
-        slots = token_table.at[r, :max_len].get(mode="fill", fill_value=-1)
+        row = token_table.at[r].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+        slots = row[:max_len]
         slots = jnp.where((s < length) & (slots < pool.shape[0] * layout.page_size), slots, -1)
         k8, k_scale = layout.read(pool, slots)
         logits = sum_of_heads(q, w, k8.astype(jnp.float32)) * k_scale

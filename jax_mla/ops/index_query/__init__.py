@@ -45,7 +45,7 @@ def index_query(
     Returns ``q8`` of ``fp8.dtype`` ``[T, index_n_heads, 128]`` and float32 weights ``[T, index_n_heads]``.
 
     Raises ``jaxtyping.TypeCheckError`` for wrong shapes and dtypes and, outside ``jit``, ``ValueError`` for a position
-    outside of ``cos_sin``; under ``jit`` such a row becomes NaN.
+    outside of ``cos_sin``; under ``jit`` the 64 codes that it would have turned become NaN.
 
     Source: DeepSeek-V3.2 ``inference/model.py::Indexer`` (as fixed in November 2025: NeoX). Differs from it in not
     rounding to bf16 after each step.

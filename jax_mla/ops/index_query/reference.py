@@ -9,7 +9,8 @@ from jax_mla.ops.quantize.reference import power_of_two_reference
 
 def rope_reference(x, cos_sin, positions, interleaved):
     """``x`` ``[T, ..., 128]`` with its first 64 columns rotated."""
-    angle = cos_sin[positions]
+    inside = (positions >= 0) & (positions < cos_sin.shape[0])
+    angle = jnp.where(inside[:, None], cos_sin[positions], jnp.nan)
     turn = lax.complex(angle[:, :32], angle[:, 32:]).reshape(x.shape[0], *(1,) * (x.ndim - 2), 32)
     pairs = x[..., :64].reshape(*x.shape[:-1], 32, 2) if interleaved else x[..., :64].reshape(*x.shape[:-1], 2, 32)
     axis = -1 if interleaved else -2

@@ -33,7 +33,8 @@ def _key_byte(layout, token, column):
 def reference(pool, slots, k, norm_weight, norm_bias, cos_sin, positions, *, layout, interleaved, hadamard, eps):
     y = rope_reference(layer_norm_reference(k, norm_weight, norm_bias, eps), cos_sin, positions, interleaved)
     k8, scale = quantize_reference(hadamard_reference(y) if hadamard else y, layout.fp8)
-    for t in range(slots.shape[0]):
+
+    def write(t, pool):
         page, token = slots[t] // layout.page_size, slots[t] % layout.page_size
         written = (slots[t] > 0) & (page < pool.shape[0])
         page = jnp.where(written, page, 0)
@@ -42,4 +43,6 @@ def reference(pool, slots, k, norm_weight, norm_bias, cos_sin, positions, *, lay
             (layout.page_size * 128 + 4 * token + jnp.arange(4), lax.bitcast_convert_type(scale[t, 0], jnp.uint8)),
         ):
             pool = pool.at[page, byte].set(jnp.where(written, new, pool[page, byte]))
-    return pool
+        return pool
+
+    return lax.fori_loop(0, slots.shape[0], write, pool)

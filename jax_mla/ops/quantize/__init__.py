@@ -39,7 +39,7 @@ def quantize(
     - `amax_floor`: the least magnitude a block is given; the indexer's is 1e-4, the KV cache's 0.
 
     Returns uint8 codes ``[R, N]`` and float32 scales ``[R, N / 128]``, or ``[1, 1]`` for one in all; ``y * s`` reads
-    back. A block of zeros reads back as 0. A NaN gives its block a NaN scale.
+    back. A block of zeros reads back as 0, a NaN as NaN.
 
     Raises ``jaxtyping.TypeCheckError`` for wrong shapes and dtypes, ``ValueError`` for an ``N`` that is no
     multiple of ``block``.
