@@ -1,0 +1,1 @@
+"""The only place that knows torch and SGLang. ``dlpack`` exchanges memory, ``sglang`` serves, ``doctor`` looks."""

@@ -1,0 +1,170 @@
+"""``JaxMLABackend``: SGLang's attention backend whose kernels are jax_mla's.
+
+SGLang's model computes projections and RoPE, calls the indexer (``bridge.sglang.indexer``), and hands its selection to
+``forward_extend`` or ``forward_decode`` here, which write the new latents and attend. Prefill, chunked prefill, prefix
+hits, mixed batches and decode differ only in their ``metadata``.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from bridge.dlpack import to_jax, to_torch
+from bridge.sglang import indexer, metadata
+from bridge.sglang.arguments import NAME
+from bridge.sglang.cache import Caches, writer_for
+from jax_mla.ops.sparse_mla import sparse_mla
+
+logger = logging.getLogger("jax_mla")
+
+
+def create(runner) -> "JaxMLABackend":
+    """What SGLang asks for once per ``ModelRunner``: the backend, and the model code set up to call it."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        handle_attention_dsa,
+    )
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+
+    # Both tables decide by the backend's name how the model calls it: absorbed MLA in prefill too, and q and k with
+    # their rope parts apart.
+    AttentionBackendRegistry.register(NAME, handle_attention_dsa)
+    if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+        FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
+    indexer.install()
+    return JaxMLABackend(runner)
+
+
+def refuse_unsupported_model(runner) -> None:
+    """Raises ``ValueError`` unless the runner's model is one whose attention this backend computes."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    config = runner.model_config.hf_config
+    pool = runner.token_to_kv_pool
+    if type(pool) is not DSATokenToKVPool:
+        raise ValueError(
+            f"--attention-backend {NAME}: expected a model with DeepSeek sparse attention (index_topk in its config), "
+            f"whose pool is a DSATokenToKVPool, got {config.architectures} with a {type(pool).__name__}"
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch's metadata, and the same as JAX arrays, imported once for all layers."""
+
+    rows: metadata.Prefill | metadata.Decode
+    arrays: dict[str, Any]
+    write_plan: Any
+
+
+class JaxMLABackend(AttentionBackend):
+    """Sparse MLA over SGLang's own pools.
+
+    The indexer finds what it needs in ``batch``. ``get_indexer_metadata`` stays None, which tells SGLang's own indexer
+    that it has nothing to do here.
+
+    - `use_mha`: False; SGLang's dense prefill for short prompts is another backend's, ours selects all tokens instead.
+    - `token_to_kv_pool`, `req_to_token_pool`: SGLang's models find the pools here.
+    """
+
+    use_mha = False
+
+    def __init__(self, runner):
+        super().__init__()
+        refuse_unsupported_model(runner)
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.kv_cache_dtype = self.data_type = runner.kv_cache_dtype
+        self.caches = Caches.of(runner.token_to_kv_pool)
+        self.writer = writer_for(torch.device(runner.device).type)
+        self.batch: Batch | None = None
+        logger.info("jax_mla: serving %s", self.caches)
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        """The request→token table: int32 [requests, max_context], slots."""
+        return self.req_to_token_pool.req_to_token
+
+    def support_triton(self) -> bool:
+        return self.token_to_kv_pool.device != "cpu"
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
+        raise NotImplementedError(
+            f"cuda_graph_config: expected disabled graphs with --attention-backend {NAME}, got a capture of {max_bs} "
+            "requests; XLA launches on streams that a graph cannot capture"
+        )
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        """SGLang's call before each forward."""
+        self.batch = None
+        rows = metadata.build(forward_batch, self.req_to_token)
+        if rows is not None:
+            arrays = {
+                name: to_jax(value, name)
+                for name, value in vars(rows).items()
+                if isinstance(value, torch.Tensor) and name != "write_slots"
+            }
+            self.batch = Batch(rows, arrays, self.writer.plan(self.caches, rows.write_slots))
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer,
+        forward_batch,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        topk_indices: torch.Tensor | None = None,
+        **others,
+    ) -> torch.Tensor:
+        """Attention of one layer, its new latents written first.
+
+        - `q`: bf16 [T, H, 512], absorbed. `q_rope`: [T, H, 64]. RoPE is in already.
+        - `k`: bf16 [T, 1, 512], normalised latents. `k_rope`: [T, 1, 64]. `v` is `k`.
+        - `topk_indices`: int32 [T, index_topk], slots, -1 for none (``bridge.sglang.indexer``).
+
+        Returns [T, H * 512] in q's dtype; rows beyond the batch's, which SGLang pads under data parallelism, are 0.
+        """
+        heads, latent = layer.tp_q_head_num, layer.v_head_dim
+        q = q.view(-1, heads, latent)
+        if others := {name for name, value in others.items() if value is not None and value is not False}:
+            raise NotImplementedError(f"forward: expected plain arguments, got {sorted(others)}: not served yet")
+        if q_rope is None or topk_indices is None:
+            raise ValueError(
+                f"layer {layer.layer_id}: expected q_rope and topk_indices, got {type(q_rope).__name__} and "
+                f"{type(topk_indices).__name__}; {NAME} serves models with an indexer"
+            )
+        if self.batch is None:
+            return q.new_zeros(q.shape[0], heads * latent)
+        rows, padded = self.batch.rows.count, len(self.batch.rows.lengths)
+        if q.shape[0] < rows or topk_indices.shape[0] < rows:
+            raise ValueError(f"q: expected {rows} rows or more, got {q.shape[0]}, topk_indices {topk_indices.shape[0]}")
+
+        def rows_of(tensor: torch.Tensor, name: str, fill: float = 0):
+            return to_jax(metadata.pad(tensor[:rows].detach(), padded, fill), name)  # serving takes no gradients
+
+        # All arguments are looked at before anything is written.
+        query = rows_of(q, "q"), rows_of(q_rope.view(q_rope.shape[0], heads, -1), "q_rope")
+        selected = rows_of(topk_indices, "topk_indices", -1)
+        if save_kv_cache and k is not None:
+            if k_rope is None:
+                raise ValueError(f"layer {layer.layer_id}: expected k_rope [T, 1, 64], got None")
+            new = rows_of(k.view(-1, latent), "k"), rows_of(k_rope.view(-1, k_rope.shape[-1]), "k_rope")
+            self.writer.kv(self.caches, layer.layer_id, self.batch.write_plan, *new)
+        pool = to_jax(self.caches.kv(layer.layer_id), "kv pool")
+        out = _attend(*query, pool, selected, layout=self.caches.kv_layout, softmax_scale=float(layer.scaling))
+        return metadata.pad(to_torch(out)[:rows].view(rows, heads * latent), q.shape[0], 0)
+
+    forward_decode = forward_extend
+
+
+@partial(jax.jit, static_argnames=("layout", "softmax_scale"))
+def _attend(q_nope, q_rope, pool, slots, *, layout, softmax_scale):
+    return sparse_mla(q_nope, q_rope, pool, slots, layout=layout, softmax_scale=softmax_scale)[0]

@@ -1,0 +1,160 @@
+"""The lightning indexer's forward on SGLang's own ``Indexer`` modules, where this backend is the active one.
+
+The module keeps what it owns: the projections ``wq_b``, ``wk`` and ``weights_proj``, the weights of ``k_norm``, the
+rotary table. LayerNorm, RoPE, Hadamard, quantisation, the cache, the scores and the selection are jax_mla's.
+
+What it returns and SGLang hands on to the attention is int32 [T, index_topk]: physical **slots** in the order of their
+positions, -1 behind them, one row for each row of ``x``. (SGLang calls that fused top-k. Layers that share one
+selection hand it from one to the next.) To ``--enable-return-indexer-topk`` go the request-local positions of the same
+tokens.
+"""
+
+import logging
+from functools import partial
+
+import jax
+import torch
+
+from bridge.dlpack import to_jax, to_torch
+from bridge.sglang import metadata
+from bridge.sglang.cache import HADAMARD
+from jax_mla.attention import topk_decode, topk_prefill
+from jax_mla.ops.index_query import index_query
+
+logger = logging.getLogger("jax_mla")
+
+
+def install() -> None:
+    """Wraps ``Indexer.forward_cuda`` (CUDA and ROCm) and ``forward_native`` (the CPU). Other backends keep theirs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    indexer = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+    for method in ("forward_cuda", "forward_native"):
+        HookRegistry.register(f"{indexer}.{method}", _dispatch, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    logger.info("jax_mla: Indexer.forward_cuda and forward_native go through jax_mla where it is the active backend")
+
+
+def _dispatch(original, indexer, *args, **kwargs):
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+
+    from bridge.sglang.backend import JaxMLABackend
+
+    backend = get_attn_backend()
+    if isinstance(backend, JaxMLABackend):
+        return forward(backend, indexer, *args, **kwargs)
+    return original(indexer, *args, **kwargs)
+
+
+def forward(
+    backend,
+    indexer,
+    x: torch.Tensor | tuple[torch.Tensor, ...],
+    q_lora: torch.Tensor,
+    positions: torch.Tensor,
+    forward_batch,
+    layer_id: int,
+    return_indices: bool = True,
+    use_cuda_graph: bool = True,
+) -> torch.Tensor | None:
+    """Writes the index keys of ``x`` and selects for each of its rows.
+
+    - `x`: bf16 [T, hidden_size]; on ROCm also SGLang's (fp8, scale, bf16), of which the last is used.
+    - `q_lora`: bf16 [T, q_lora_rank]. `positions` is what ``backend.batch`` was made from.
+    - `return_indices`: False where the attention takes all tokens: keys are written, nothing is selected.
+
+    Returns int32 [T, index_topk] of slots, None without ``return_indices``.
+    """
+    from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer, maybe_capture_indexer_topk
+
+    _check(indexer)
+    if isinstance(x, tuple):
+        if len(x) != 3:
+            raise ValueError(f"x: expected [T, hidden_size] or (fp8, scale, bf16), got a tuple of {len(x)}")
+        x = x[2]
+    batch = backend.batch
+    slots = x.new_full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32)
+    if batch is None:
+        return slots if return_indices else None
+    rows, padded = batch.rows.count, len(batch.rows.lengths)
+    if x.shape[0] < rows:
+        raise ValueError(f"x: expected {rows} rows or more, as the batch has, got {x.shape[0]}")
+
+    def rows_of(tensor: torch.Tensor, name: str) -> jax.Array:
+        return to_jax(metadata.pad(tensor[:rows].detach(), padded, 0), name)
+
+    cos_sin = _cos_sin(indexer)
+    key, weights = _key_and_weights(indexer, x)
+    keys = (
+        rows_of(key, "k"),
+        to_jax(indexer.k_norm.weight.detach(), "k_norm.weight"),
+        to_jax(indexer.k_norm.bias.detach(), "k_norm.bias"),
+        cos_sin,
+        batch.arrays["positions"],
+    )
+    how = dict(interleaved=not indexer.is_neox_style, eps=float(indexer.k_norm.variance_epsilon))
+    backend.writer.index(backend.caches, layer_id, batch.write_plan, keys, **how)
+    if not return_indices:
+        return None
+
+    q = indexer.wq_b(q_lora)[0].view(-1, indexer.n_heads, indexer.head_dim)
+    query = (rows_of(q, "q"), rows_of(weights, "weights"), cos_sin, batch.arrays["positions"])
+    static = dict(k=indexer.index_topk, layout=backend.caches.index_layout, interleaved=how["interleaved"])
+    pool = to_jax(backend.caches.index(layer_id), "index pool")
+    arrays = batch.arrays
+    if isinstance(batch.rows, metadata.Prefill):
+        selected = _select_prefill(query, pool, arrays["k_slots"], arrays["starts"], arrays["lengths"], **static)
+    else:
+        table = to_jax(backend.req_to_token, "req_to_token")
+        selected = _select_decode(
+            query, pool, table, arrays["requests"], arrays["lengths"], max_len=batch.rows.max_len, **static
+        )
+    slots[:rows] = to_torch(selected)[:rows]
+    if get_global_indexer_capturer() is not None:
+        positions = metadata.positions_of(slots, batch.rows, backend.req_to_token, backend.caches.slots)
+        maybe_capture_indexer_topk(layer_id, positions)
+    return slots
+
+
+@partial(jax.jit, static_argnames=("k", "layout", "interleaved"))
+def _select_prefill(query, pool, k_slots, starts, lengths, *, k, layout, interleaved):
+    q8, weights = index_query(*query, fp8=layout.fp8, interleaved=interleaved, hadamard=HADAMARD)
+    return topk_prefill(q8, weights, pool, k_slots, starts, lengths, k=k, layout=layout)
+
+
+@partial(jax.jit, static_argnames=("k", "layout", "interleaved", "max_len"))
+def _select_decode(query, pool, table, requests, lengths, *, k, layout, interleaved, max_len):
+    q8, weights = index_query(*query, fp8=layout.fp8, interleaved=interleaved, hadamard=HADAMARD)
+    return topk_decode(q8, weights, pool, table, requests, lengths, k=k, layout=layout, max_len=max_len)
+
+
+def _check(indexer) -> None:
+    """Raises for an indexer that computes something else than the ops do."""
+    if getattr(indexer.k_norm, "bias", None) is None:
+        raise NotImplementedError(f"k_norm: expected a LayerNorm with bias, got {type(indexer.k_norm).__name__}")
+    if indexer.num_init_tokens or indexer.num_local_tokens:
+        raise NotImplementedError(
+            f"index_init_tokens, index_local_tokens: expected 0, got {indexer.num_init_tokens} and "
+            f"{indexer.num_local_tokens}: not served yet"
+        )
+    if (indexer.head_dim, indexer.rope_head_dim) != (128, 64):
+        raise ValueError(
+            f"index_head_dim, qk_rope_head_dim: expected 128 and 64, got {indexer.head_dim} and {indexer.rope_head_dim}"
+        )
+
+
+def _key_and_weights(indexer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``wk(x)`` [T, 128] and ``weights_proj(x)`` float32 [T, index_n_heads], by the module's own projections."""
+    if indexer.use_dsa_indexer_fusion:  # CUDA and interleaved rope: one matrix for both
+        key, weights = indexer._fused_k_weights(x)
+        return key, weights.float()
+    return indexer.wk(x)[0], indexer._weights_proj_bf16_in_fp32_out(x).float()
+
+
+def _cos_sin(indexer) -> jax.Array:
+    """The rotary table, float32 [P, 64]: cosines, then sines. SGLang may keep it in bf16; made once per table then."""
+    table = indexer.rotary_emb.cos_sin_cache
+    kept = getattr(indexer, "_jax_mla_cos_sin", None)
+    if kept is None or kept[0] is not table:
+        kept = indexer._jax_mla_cos_sin = (table, to_jax(table.float().contiguous(), "cos_sin_cache"))
+    return kept[1]
