@@ -9,7 +9,7 @@ from jax import lax
 from jax_mla import pallas_triton as pt
 from jax_mla.fp8 import from_bits, to_bits
 from jax_mla.layouts import INDEX_HEAD_DIM
-from jax_mla.ops.index_logits_ragged.kernel import load_query, score, sum_of_heads
+from jax_mla.ops.index_logits_ragged.kernel import load_query, products, score
 
 
 def xla(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n):
@@ -22,7 +22,8 @@ def xla(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, n
         slots = row[:max_len]
         slots = jnp.where((s < length) & (slots < pool.shape[0] * layout.page_size), slots, -1)
         k8, k_scale = layout.read(pool, slots)
-        logits = sum_of_heads(q, w, k8.astype(jnp.float32)) * k_scale
+        heads = products(q.reshape(-1, INDEX_HEAD_DIM).astype(jnp.float32), k8.astype(jnp.float32))
+        logits = jnp.sum(jnp.maximum(heads, 0.0).reshape(*w.shape, -1) * w[..., None], axis=1) * k_scale
         return jnp.where((s < length - next_n + last_row + 1) & (slots >= 0), logits, -jnp.inf)
 
     batch = (q8.reshape(-1, next_n, *q8.shape[1:]), weights.reshape(-1, next_n, weights.shape[1]), requests, lengths)

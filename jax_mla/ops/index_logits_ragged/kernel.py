@@ -11,20 +11,20 @@ from jax_mla.fp8 import from_bits, to_bits
 from jax_mla.layouts import INDEX_HEAD_DIM
 
 
-def sum_of_heads(q, weights, k):
-    """``sum_h weights[t, h] relu(q[t, h] . k[s])``, ``[T, S]``, one head after the other: never ``[T, H, S]``."""
-
-    def add(total, head):
-        q_h, w_h = head
-        return total + w_h[:, None] * jnp.maximum(jnp.dot(q_h, k.T, precision="highest"), 0.0), None
-
-    start = jnp.zeros((q.shape[0], k.shape[0]), jnp.float32)
-    heads = (jnp.swapaxes(q.astype(jnp.float32), 0, 1), weights.T)
-    return lax.scan(add, start, heads)[0]
+def products(q, k):
+    """``q[i] . k[s]``, float32 ``[I, S]`` of ``q`` ``[I, 128]`` and ``k`` ``[S, 128]``."""
+    return lax.dot_general(q, k, (((1,), (1,)), ((), ())), precision="highest")
 
 
 def xla(q8, weights, k8, k_scale, starts, ends, *, fp8):
-    logits = sum_of_heads(q8, weights, k8.astype(jnp.float32)) * k_scale
+    k = k8.astype(jnp.float32)
+
+    def add(total, head):  # one head after the other: never [T, H, S]
+        q_h, w_h = head
+        return total + w_h[:, None] * jnp.maximum(products(q_h, k), 0.0), None
+
+    start = jnp.zeros((q8.shape[0], k.shape[0]), jnp.float32)
+    logits = lax.scan(add, start, (jnp.swapaxes(q8.astype(jnp.float32), 0, 1), weights.T))[0] * k_scale
     s = jnp.arange(k8.shape[0])
     return jnp.where((s >= starts[:, None]) & (s < ends[:, None]), logits, -jnp.inf)
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_mla import pallas_triton as pt
 from jax_mla.fp8 import from_bits
@@ -23,6 +24,7 @@ def xla(q, weights, cos_sin, positions, *, fp8, interleaved, hadamard):
     cos, sin = angles(cos_sin, positions, f, rotated)
     x = q.astype(jnp.float32)
     y = rotate(x, x[..., partner], cos[:, None], sin[:, None], sign)
+    y = lax.optimization_barrier(y)  # XLA on a CPU computes the rotation anew for each of its uses otherwise
     codes, scale = finish(y.reshape(t * h, d), fp8=fp8, hadamard=hadamard)
     weights = weights.astype(jnp.float32) * scale.reshape(t, h) * weight_scale(h)
     return from_bits(codes.reshape(t, h, d), fp8), weights

@@ -1,0 +1,135 @@
+"""``python -m bench kernels``, tiny, from end to end."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from click.testing import CliRunner
+
+from bench import results, timing
+from bench.__main__ import main
+from bench.kernels import OPS
+from bench.timing import Probe
+
+# torch warns about this machine when it is imported; these warnings are its own.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*", "ignore:.*CUDA initialization.*")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setitem(timing.PROBES, "cpu", Probe(1, 128, ("f32",)))
+    monkeypatch.setitem(timing.CACHE_BYTES, "cpu", 1 << 10)
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+
+
+def bench(*arguments):
+    command = ["kernels", "--device", "cpu", "--shapes", "tiny", "--seconds", "0", *arguments]
+    return CliRunner().invoke(main, command, catch_exceptions=False)
+
+
+def test_every_op_in_each_implementation(tmp_path):
+    done = bench("--json", str(tmp_path / "run.jsonl"))
+    assert done.exit_code == 0, done.output
+    rows = results.read(tmp_path / "run.jsonl")
+    assert {(row.op, row.implementation) for row in rows if not row.peer} == {
+        (op, implementation) for op in OPS for implementation in ("xla", "reference")
+    }
+    assert ("select", "lax.top_k") in {(row.op, row.implementation) for row in rows if row.peer}
+    for row in rows:
+        assert row.error <= row.bound
+        assert 0 < row.time["p10_us"] <= row.time["median_us"] <= row.time["p90_us"]
+        assert row.share == pytest.approx(row.roofline["time_us"] / row.time["median_us"], rel=1e-4)
+        assert row.op in done.output
+
+
+def test_save_then_check(tmp_path):
+    assert bench("--ops", "kv_write", "--save").exit_code == 0
+    (path,) = (tmp_path / "results").iterdir()
+    rows = results.read(path)
+    generous = [replace(row, roofline=row.roofline | {"time_us": row.roofline["time_us"] / 1000}) for row in rows]
+    results.write(path, generous)
+    done = bench("--ops", "kv_write", "--check")
+    assert done.exit_code == 0, done.output
+
+
+def test_check_fails_on_a_doctored_baseline(tmp_path):
+    assert bench("--ops", "kv_write", "--save").exit_code == 0
+    (path,) = (tmp_path / "results").iterdir()
+    rows = results.read(path)
+    better = replace(rows[0], time=rows[0].time | {"p10_us": rows[0].time["p10_us"] / 1000})
+    results.write(path, [better, *rows[1:]])
+    done = bench("--ops", "kv_write", "--check", "--save")
+    assert done.exit_code == 1
+    assert f"{rows[0].label}: " in done.output.replace("\n", "") and "times slower" in done.output
+    assert results.read(path)[0] == better  # a failed run is not kept
+
+
+def test_check_without_a_baseline_says_so():
+    done = bench("--ops", "kv_write", "--check")
+    assert done.exit_code == 1
+    assert "no baseline of" in done.output and "--save" in done.output
+
+
+def test_check_of_other_ops_says_so():
+    assert bench("--ops", "kv_write", "--save").exit_code == 0
+    done = bench("--ops", "select", "--check")
+    assert done.exit_code == 1
+    assert "no row of these ops" in done.output
+
+
+def test_a_wrong_result_fails_and_is_not_timed(monkeypatch, tmp_path):
+    import jax_mla
+
+    right = jax_mla.kv_write
+
+    def wrong(*arguments, implementation, **static):
+        pool = right(*arguments, implementation=implementation, **static)
+        return pool.at[1, 3].set(0) if implementation == "xla" else pool
+
+    monkeypatch.setattr(jax_mla, "kv_write", wrong)
+    done = bench("--ops", "kv_write", "--json", str(tmp_path / "run.jsonl"))
+    assert done.exit_code == 1
+    assert "kv_write (T 3 layout bf16), xla: inf half ulps" in done.output.replace("\n", "")
+    assert {row.implementation for row in results.read(tmp_path / "run.jsonl")} == {"reference"}
+
+
+def test_one_that_raises_fails_and_the_rest_goes_on(monkeypatch, tmp_path):
+    import jax_mla
+
+    right = jax_mla.select
+
+    def broken(*arguments, implementation, **static):
+        if implementation == "xla":
+            raise NotImplementedError("not on this chip")
+        return right(*arguments, implementation=implementation, **static)
+
+    monkeypatch.setattr(jax_mla, "select", broken)
+    done = bench("--ops", "select", "--json", str(tmp_path / "run.jsonl"))
+    assert done.exit_code == 1
+    assert "NotImplementedError: not on this chip" in done.output
+    assert "reference" in {row.implementation for row in results.read(tmp_path / "run.jsonl")}
+
+
+def test_a_missing_peer_is_named(monkeypatch):
+    from bench import peers
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    done = bench("--ops", "select")
+    assert done.exit_code == 0
+    assert "torch.topk: torch is not installed" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--ops", "slect"], "'slect' is none of"), (["--shapes", "x"], "'x'")]
+)
+def test_bad_arguments(arguments, message):
+    done = bench(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="this machine has a GPU")
+def test_a_device_that_is_not_there():
+    done = CliRunner().invoke(main, ["kernels", "--device", "gpu"])
+    assert done.exit_code == 1
+    assert "--device gpu: JAX finds none here" in done.output

@@ -1,0 +1,51 @@
+"""The clock and the roofline's arithmetic."""
+
+import jax
+import pytest
+
+from bench import timing
+from bench.cost import Cost
+from bench.timing import Probe, Roofline, measure, measure_roofline
+
+
+def test_measure_counts_calls_and_rounds(monkeypatch):
+    """Programs of 4 calls that take 8 ms: 2000 µs a call, as many programs a round as fill it."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setitem(timing.ROUND_S, "gpu", 0.016)
+    started = []
+
+    def run(i):
+        started.append(i)
+        now[0] += 0.008
+
+    took = measure(run, lambda handle: None, 4, "gpu", 0.1)
+    assert took.median_us == pytest.approx(2000)
+    assert took.calls_a_round == 8
+    assert took.rounds == 7  # 16 ms each, up to 100 ms
+    assert started == list(range(3 + 2 * 7))  # never the same inputs twice in a row
+
+
+def test_measure_takes_at_least_five_rounds():
+    assert measure(lambda i: i, lambda handle: None, 1, "cpu", 0.0).rounds == 5
+
+
+def test_roofline_takes_the_larger_limit():
+    roofline = Roofline(copy_gb_s=10.0, product_gflop_s={"f32": 50.0, "bf16": 100.0})
+    assert roofline.time_us(Cost(10_000), "bf16") == (1.0, "memory")
+    assert roofline.time_us(Cost(10_000, 100_000_000), "bf16") == (1000.0, "product")
+
+
+def test_a_wider_product_will_do():
+    roofline = Roofline(copy_gb_s=1.0, product_gflop_s={"f32": 50.0, "bf16": 20.0})
+    assert roofline.rate("fp8") == roofline.rate("bf16") == roofline.rate("f32") == 50.0
+    assert Roofline(1.0, {"f32": 50.0, "bf16": 99.0}).rate("f32") == 50.0
+
+
+@pytest.mark.parametrize("dtypes", [("f32", "bf16"), ("fp8",)])
+def test_measure_roofline(monkeypatch, dtypes):
+    monkeypatch.setitem(timing.PROBES, "cpu", Probe(1, 64, dtypes))
+    roofline = measure_roofline(jax.devices("cpu")[0], 0.0)
+    assert roofline.copy_gb_s > 0
+    assert roofline.product_gflop_s.keys() == set(dtypes)
+    assert all(rate > 0 for rate in roofline.product_gflop_s.values())
