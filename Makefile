@@ -13,7 +13,7 @@ help:  ## Show this list.
 setup:  ## Make .venv with everything in it (instant when it is there).
 	@.ci/setup
 
-demo: setup  ## Serve a tiny DeepSeek-V3.2 with SGLang and measure it against transformers (about four minutes).
+demo: setup  ## Serve a tiny DeepSeek-V3.2 with SGLang and measure it against transformers (four servers, some minutes).
 	@$(PYTHON) -m bridge demo
 
 test: lint  ## Lint, type-check and run all tests.

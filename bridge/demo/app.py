@@ -94,18 +94,18 @@ def run_case(case: Case, models: dict[int, hf.Models], console: Console, steps: 
 def table(rows: list[Row]) -> Table:
     """The rows as rich shows them: figure by figure with its bound."""
     view = Table(title=f"SGLang against transformers in fp32, {compare.TOKENS} tokens", title_justify="left")
-    for heading in ("index_topk", "KV cache", "measured against", "figures and bounds", "bf16 transformers", ""):
+    for heading in ("index_topk", "KV cache", "measured against", "figures and bounds", "in bf16", ""):
         view.add_column(heading)
     for row in rows:
-        figures = [
+        bounded = [figure for figure in row.figures if figure.bound is not None]
+        figures = "\n".join(
             f"{figure.name} [{'green' if figure.passed else 'bold red'}]{figure.value:.4f}[/] "
             f"{'≤' if figure.relation == '<=' else '≥'} {figure.bound:g}"
-            for figure in row.figures
-            if figure.bound is not None
-        ]
-        own = ", ".join(f"{figure.own:.4f}" for figure in row.figures if figure.own is not None)
+            for figure in bounded
+        )
+        own = "\n".join("" if figure.own is None else f"{figure.own:.4f}" for figure in bounded)
         verdict = "[green]ok[/]" if row.passed else "[bold red]out of bounds[/]"
-        view.add_row(str(row.case.index_topk), row.case.kv_cache_dtype, row.against, "  ".join(figures), own, verdict)
+        view.add_row(str(row.case.index_topk), row.case.kv_cache_dtype, row.against, figures, own, verdict)
     return view
 
 
@@ -148,6 +148,7 @@ def main(json_file: Path | None) -> int:
             rows += case_rows
     console.print(table(rows))
     console.print(
+        "in bf16: transformers in bf16 by the same figure, what a correct model in bf16 comes to. "
         f"same: share of the selected indices that a reference indexer with the same FP8 selects too, in rows past "
         f"{compare.SPARSE} keys. gap: how far under its last one the others score, "
         "in units of what FP8 moves that row's scores; small means a near-tie.",

@@ -82,7 +82,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def serve(
-    model: Path, *arguments: str, name: str = "server", seconds: float = 300.0, report: Report = lambda stage: None
+    model: Path, *arguments: str, name: str = "server", seconds: float = 600.0, report: Report = lambda stage: None
 ) -> Generator[Server]:
     """Serves `model` with `--attention-backend jax_mla` and `arguments` for as long as the `with` block runs.
 

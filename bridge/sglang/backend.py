@@ -90,9 +90,6 @@ class JaxMLABackend(AttentionBackend):
         """The request→token table: int32 [requests, max_context], slots."""
         return self.req_to_token_pool.req_to_token
 
-    def support_triton(self) -> bool:
-        return self.token_to_kv_pool.device != "cpu"
-
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
         raise NotImplementedError(
             f"cuda_graph_config: expected disabled graphs with --attention-backend {NAME}, got a capture of {max_bs} "
