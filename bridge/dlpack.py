@@ -8,7 +8,9 @@ before anything is exchanged, and the pointer of the result is compared with the
 
 - On a GPU both libraries enqueue. The exchange itself orders them: JAX waits for torch's current stream as it stood at
   ``to_jax``, torch's current stream waits for the array at ``to_torch``. A later write is ordered only by a later
-  exchange, so import what was written anew instead of keeping an array.
+  exchange, so import what was written anew instead of keeping an array. Memory that torch got from JAX goes back to
+  XLA as soon as torch drops it, perhaps before torch's stream has read it; the next computation may write there, and
+  waits for torch's stream only if it has an argument that was imported since. Give each one that.
 - On a CPU torch runs when called and JAX runs later, on threads of its own. ``to_torch`` therefore waits for the array.
   Memory given to ``to_jax`` may be overwritten once a result of every computation that reads it has been through
   ``to_torch``, and not before.

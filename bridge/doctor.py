@@ -105,13 +105,17 @@ def plugin() -> Iterator[Finding]:
             yield Finding("plugin", "fail", f"no entry point {name} in {group}", advice)
         else:
             yield Finding("plugin", "ok", f"{group}: {name} = {values[0]}")
+    import torch
+
     allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
-    if allowed and not set(ENTRY_POINTS.values()) <= set(allowed):
-        advice = f"SGLang loads only what is listed: add {','.join(ENTRY_POINTS.values())}, or unset it"
+    needed = ["jax_mla"] if torch.accelerator.is_available() else list(ENTRY_POINTS.values())
+    if allowed and not set(needed) <= set(allowed):
+        advice = f"SGLang loads only what is listed: add {','.join(needed)}, or unset it"
         yield Finding("plugin", "fail", f"SGLANG_PLUGINS={','.join(allowed)}", advice)
     selected = os.environ.get("SGLANG_PLATFORM")
     if selected and selected != ENTRY_POINTS["sglang.srt.platforms"]:
-        yield Finding("plugin", "warn", f"SGLANG_PLATFORM={selected}", "SGLang then runs on that platform; unset it")
+        advice = "SGLang then skips all plugins of other packages that have a platform, this one too: unset it"
+        yield Finding("plugin", "fail", f"SGLANG_PLATFORM={selected}", advice)
 
 
 def device() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -55,10 +56,18 @@ def refuse_unsupported_model(runner) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch's metadata, and the same as JAX arrays, imported once for all layers."""
+    """A batch's metadata, and what all layers read of it as JAX arrays, imported once.
+
+    - `lengths`, `positions`: int32 [T], as in ``metadata.Rows``.
+    - `lookup`: where a row finds the slots of its tokens: (``k_slots`` [S], ``starts`` [T]) in prefill,
+      (``req_to_token`` [R, C], ``requests`` [T]) in decode.
+    - `write_plan`: the writer's.
+    """
 
     rows: metadata.Prefill | metadata.Decode
-    arrays: dict[str, Any]
+    lengths: jax.Array
+    positions: jax.Array
+    lookup: tuple[jax.Array, jax.Array]
     write_plan: Any
 
 
@@ -100,13 +109,19 @@ class JaxMLABackend(AttentionBackend):
         """SGLang's call before each forward."""
         self.batch = None
         rows = metadata.build(forward_batch, self.req_to_token)
-        if rows is not None:
-            arrays = {
-                name: to_jax(value, name)
-                for name, value in vars(rows).items()
-                if isinstance(value, torch.Tensor) and name != "write_slots"
-            }
-            self.batch = Batch(rows, arrays, self.writer.plan(self.caches, rows.write_slots))
+        if rows is None:
+            return
+        if isinstance(rows, metadata.Prefill):
+            lookup = to_jax(rows.k_slots, "k_slots"), to_jax(rows.starts, "starts")
+        else:
+            lookup = to_jax(self.req_to_token, "req_to_token"), to_jax(rows.requests, "req_pool_indices")
+        self.batch = Batch(
+            rows,
+            lengths=to_jax(rows.lengths, "seq_lens"),
+            positions=to_jax(rows.positions, "positions"),
+            lookup=lookup,
+            write_plan=self.writer.plan(self.caches, rows.write_slots),
+        )
 
     def forward_extend(
         self,
@@ -125,7 +140,7 @@ class JaxMLABackend(AttentionBackend):
 
         - `q`: bf16 [T, H, 512], absorbed. `q_rope`: [T, H, 64]. RoPE is in already.
         - `k`: bf16 [T, 1, 512], normalised latents. `k_rope`: [T, 1, 64]. `v` is `k`.
-        - `topk_indices`: int32 [T, index_topk], slots, -1 for none (``bridge.sglang.indexer``).
+        - `topk_indices`: int32 [T, index_topk], request-local positions, -1 for none (``bridge.sglang.indexer``).
 
         Returns [T, H * 512] in q's dtype; rows beyond the batch's, which SGLang pads under data parallelism, are 0.
         """
@@ -156,12 +171,24 @@ class JaxMLABackend(AttentionBackend):
             new = rows_of(k.view(-1, latent), "k"), rows_of(k_rope.view(-1, k_rope.shape[-1]), "k_rope")
             self.writer.kv(self.caches, layer.layer_id, self.batch.write_plan, *new)
         pool = to_jax(self.caches.kv(layer.layer_id), "kv pool")
-        out = _attend(*query, pool, selected, layout=self.caches.kv_layout, softmax_scale=float(layer.scaling))
+        which = selected, *self.batch.lookup, self.batch.lengths
+        out = _attend(*query, pool, which, layout=self.caches.kv_layout, softmax_scale=float(layer.scaling))
         return metadata.pad(to_torch(out)[:rows].view(rows, heads * latent), q.shape[0], 0)
 
     forward_decode = forward_extend
 
 
 @partial(jax.jit, static_argnames=("layout", "softmax_scale"))
-def _attend(q_nope, q_rope, pool, slots, *, layout, softmax_scale):
-    return sparse_mla(q_nope, q_rope, pool, slots, layout=layout, softmax_scale=softmax_scale)[0]
+def _attend(q_nope, q_rope, pool, selected, *, layout, softmax_scale):
+    return sparse_mla(q_nope, q_rope, pool, slots_of(*selected), layout=layout, softmax_scale=softmax_scale)[0]
+
+
+def slots_of(positions: jax.Array, table: jax.Array, rows: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Slots, int32 [T, K], of request-local ``positions`` [T, K]. None stays none: -1 gives -1, and so does a position
+    that its row does not see.
+
+    - `table`, `rows`: ``Batch.lookup``. `lengths`: int32 [T].
+    """
+    at = (rows[:, None] + positions,) if table.ndim == 1 else (rows[:, None], positions)
+    seen = (positions >= 0) & (positions < lengths[:, None])
+    return jnp.where(seen, table.at[at].get(mode="fill", fill_value=-1), -1)

@@ -11,9 +11,11 @@ from pathlib import Path
 VERSION = "0.5.23"
 
 NAMES = {
+    "kernels/ops/quantization/fp8_kernel.py": ("is_fp8_fnuz",),
     "srt/arg_groups/choices.py": ("ATTENTION_BACKEND_CHOICES", "add_attention_backend_choices"),
     "srt/arg_groups/overrides.py": ("attention_backends_of", "declare_resolution", "resolving_view"),
     "srt/arg_groups/resolution_hooks.py": ("register_resolution_hook",),
+    "srt/configs/model_config.py": ("get_num_indexer_layers",),
     "srt/layers/attention/attention_registry.py": ("ATTENTION_BACKENDS", "register_attention_backend"),
     "srt/layers/attention/base_attn_backend.py": (
         "AttentionBackend.forward",
@@ -21,13 +23,20 @@ NAMES = {
         "AttentionBackend.forward_extend",
         "AttentionBackend.init_forward_metadata",
     ),
-    "srt/layers/attention/dsa/dsa_indexer.py": ("Indexer.forward_cuda", "Indexer.forward_native"),
+    "srt/layers/attention/dsa/dsa_indexer.py": (
+        "Indexer.forward_cuda",
+        "Indexer.forward_native",
+        "Indexer._fused_k_weights",
+        "Indexer._weights_proj_bf16_in_fp32_out",
+        "_broadcast_indexer_topk_from_rank0",
+    ),
     "srt/layers/attention/dsa/utils.py": ("aiter_can_use_preshuffle_paged_mqa",),
     "srt/mem_cache/memory_pool.py": (
         "DSATokenToKVPool.get_index_k_with_scale_buffer",
         "MLATokenToKVPool.get_key_buffer",
         "ReqToTokenPool",
     ),
+    "srt/mem_cache/pool_host/common.py": ("ALLOC_MEMORY_FUNCS",),
     "srt/model_executor/cuda_graph_config.py": ("Backend", "Phase", "with_phase"),
     "srt/model_executor/forward_batch_info.py": (
         "ForwardBatch.extend_prefix_lens",
@@ -47,10 +56,10 @@ NAMES = {
     ),
     "srt/models/deepseek_common/utils.py": ("FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",),
     "srt/plugins/hook_registry.py": ("HookRegistry.apply_hooks", "HookRegistry.register", "HookType.AROUND"),
+    "srt/runtime_context.py": ("get_exec",),
     "srt/state_capturer/indexer_topk.py": (
         "create_indexer_capturer",
         "_create_indexer_capturer_raw",
-        "get_global_indexer_capturer",
         "maybe_capture_indexer_topk",
     ),
     "srt/platforms/cpu.py": ("CpuDeviceMixin",),

@@ -3,10 +3,9 @@
 The module keeps what it owns: the projections ``wq_b``, ``wk`` and ``weights_proj``, the weights of ``k_norm``, the
 rotary table. LayerNorm, RoPE, Hadamard, quantisation, the cache, the scores and the selection are jax_mla's.
 
-What it returns and SGLang hands on to the attention is int32 [T, index_topk]: physical **slots** in the order of their
-positions, -1 behind them, one row for each row of ``x``. (SGLang calls that fused top-k. Layers that share one
-selection hand it from one to the next.) To ``--enable-return-indexer-topk`` go the request-local positions of the same
-tokens.
+What it returns, SGLang hands on to the attention, to layers that share the selection, and to
+``--enable-return-indexer-topk``: int32 [T, index_topk], request-local **positions** in ascending order, -1 behind them,
+one row for each row of ``x``. (SGLang calls that unfused top-k. The attention looks the slots up.)
 """
 
 import logging
@@ -63,9 +62,10 @@ def forward(
     - `q_lora`: bf16 [T, q_lora_rank]. `positions` is what ``backend.batch`` was made from.
     - `return_indices`: False where the attention takes all tokens: keys are written, nothing is selected.
 
-    Returns int32 [T, index_topk] of slots, None without ``return_indices``.
+    Returns int32 [T, index_topk] of positions, None without ``return_indices``.
     """
-    from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer, maybe_capture_indexer_topk
+    from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0
+    from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
     _check(indexer)
     if isinstance(x, tuple):
@@ -73,9 +73,9 @@ def forward(
             raise ValueError(f"x: expected [T, hidden_size] or (fp8, scale, bf16), got a tuple of {len(x)}")
         x = x[2]
     batch = backend.batch
-    slots = x.new_full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32)
+    topk = x.new_full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32)
     if batch is None:
-        return slots if return_indices else None
+        return topk if return_indices else None
     rows, padded = batch.rows.count, len(batch.rows.lengths)
     if x.shape[0] < rows:
         raise ValueError(f"x: expected {rows} rows or more, as the batch has, got {x.shape[0]}")
@@ -83,49 +83,42 @@ def forward(
     def rows_of(tensor: torch.Tensor, name: str) -> jax.Array:
         return to_jax(metadata.pad(tensor[:rows].detach(), padded, 0), name)
 
+    # All arguments are looked at before anything is written.
     cos_sin = _cos_sin(indexer)
     key, weights = _key_and_weights(indexer, x)
-    keys = (
-        rows_of(key, "k"),
-        to_jax(indexer.k_norm.weight.detach(), "k_norm.weight"),
-        to_jax(indexer.k_norm.bias.detach(), "k_norm.bias"),
-        cos_sin,
-        batch.arrays["positions"],
-    )
-    how = dict(interleaved=not indexer.is_neox_style, eps=float(indexer.k_norm.variance_epsilon))
+    norm = indexer.k_norm
+    gains = to_jax(norm.weight.detach(), "k_norm.weight"), to_jax(norm.bias.detach(), "k_norm.bias")
+    keys = rows_of(key, "k"), *gains, cos_sin, batch.positions
+    interleaved = not indexer.is_neox_style
+    query = ()
+    if return_indices:
+        q = indexer.wq_b(q_lora)[0].view(-1, indexer.n_heads, indexer.head_dim)
+        query = rows_of(q, "q"), rows_of(weights, "weights"), cos_sin, batch.positions
+    how = dict(interleaved=interleaved, eps=float(norm.variance_epsilon))
     backend.writer.index(backend.caches, layer_id, batch.write_plan, keys, **how)
     if not return_indices:
         return None
 
-    q = indexer.wq_b(q_lora)[0].view(-1, indexer.n_heads, indexer.head_dim)
-    query = (rows_of(q, "q"), rows_of(weights, "weights"), cos_sin, batch.arrays["positions"])
-    static = dict(k=indexer.index_topk, layout=backend.caches.index_layout, interleaved=how["interleaved"])
-    pool = to_jax(backend.caches.index(layer_id), "index pool")
-    arrays = batch.arrays
+    seen = to_jax(backend.caches.index(layer_id), "index pool"), *batch.lookup, batch.lengths
+    static = dict(k=indexer.index_topk, layout=backend.caches.index_layout, interleaved=interleaved)
     if isinstance(batch.rows, metadata.Prefill):
-        selected = _select_prefill(query, pool, arrays["k_slots"], arrays["starts"], arrays["lengths"], **static)
+        selected = _select_prefill(query, *seen, **static)
     else:
-        table = to_jax(backend.req_to_token, "req_to_token")
-        selected = _select_decode(
-            query, pool, table, arrays["requests"], arrays["lengths"], max_len=batch.rows.max_len, **static
-        )
-    slots[:rows] = to_torch(selected)[:rows]
-    if get_global_indexer_capturer() is not None:
-        positions = metadata.positions_of(slots, batch.rows, backend.req_to_token, backend.caches.slots)
-        maybe_capture_indexer_topk(layer_id, positions)
-    return slots
+        selected = _select_decode(query, *seen, max_len=batch.rows.max_len, **static)
+    topk[:rows] = to_torch(selected)[:rows]
+    return maybe_capture_indexer_topk(layer_id, _broadcast_indexer_topk_from_rank0(topk))
 
 
 @partial(jax.jit, static_argnames=("k", "layout", "interleaved"))
 def _select_prefill(query, pool, k_slots, starts, lengths, *, k, layout, interleaved):
     q8, weights = index_query(*query, fp8=layout.fp8, interleaved=interleaved, hadamard=HADAMARD)
-    return topk_prefill(q8, weights, pool, k_slots, starts, lengths, k=k, layout=layout)
+    return topk_prefill(q8, weights, pool, k_slots, starts, lengths, k=k, layout=layout, as_slots=False)
 
 
 @partial(jax.jit, static_argnames=("k", "layout", "interleaved", "max_len"))
 def _select_decode(query, pool, table, requests, lengths, *, k, layout, interleaved, max_len):
     q8, weights = index_query(*query, fp8=layout.fp8, interleaved=interleaved, hadamard=HADAMARD)
-    return topk_decode(q8, weights, pool, table, requests, lengths, k=k, layout=layout, max_len=max_len)
+    return topk_decode(q8, weights, pool, table, requests, lengths, k=k, layout=layout, max_len=max_len, as_slots=False)
 
 
 def _check(indexer) -> None:

@@ -58,12 +58,10 @@ class Prefill(Rows):
     """Rows of requests with several new tokens each. Their keys stand side by side, request after request.
 
     - `k_slots`: int32 [S], the slots of every request's visible tokens, cached prefix first; -1 for an added key.
-    - `k_positions`: int32 [S], where in its request each of them stands; -1 for an added key.
     - `starts`: int32 [T], column of ``k_slots`` at which the keys of a row's request begin.
     """
 
     k_slots: torch.Tensor
-    k_positions: torch.Tensor
     starts: torch.Tensor
 
 
@@ -124,34 +122,15 @@ def _prefill(forward_batch, req_to_token: torch.Tensor) -> Prefill:
     key_in_request = torch.arange(keys, device=device) - first_key[request_of_key]
     k_slots = req_to_token[forward_batch.req_pool_indices[request_of_key], key_in_request]
 
-    padded, padded_keys = bucket(rows, LEAST_ROWS), bucket(keys, LEAST_TOKENS)
+    padded = bucket(rows, LEAST_ROWS)
     return Prefill(
         count=rows,
         lengths=_int32(lengths, padded, 0),
         positions=_int32(forward_batch.positions[:rows], padded, 0),
         write_slots=_int32(forward_batch.out_cache_loc[:rows], padded, -1),
-        k_slots=_int32(k_slots, padded_keys, -1),
-        k_positions=_int32(key_in_request, padded_keys, -1),
+        k_slots=_int32(k_slots, bucket(keys, LEAST_TOKENS), -1),
         starts=_int32(first_key[request_of_row], padded, 0),
     )
-
-
-def positions_of(slots: torch.Tensor, rows: Prefill | Decode, req_to_token: torch.Tensor, size: int) -> torch.Tensor:
-    """Request-local positions, int32 [T, K], of the selected ``slots`` [T, K] of a pool of ``size``; -1 stays -1.
-
-    A slot's key carries the rotation of one position, so a slot has one position whichever requests share it.
-    """
-    if isinstance(rows, Prefill):
-        owned, positions = rows.k_slots, rows.k_positions
-    else:
-        columns = torch.arange(rows.max_len, dtype=torch.int32, device=slots.device).expand(len(rows.requests), -1)
-        visible = columns < rows.lengths[:, None]
-        owned = torch.where(visible, req_to_token[rows.requests, : rows.max_len], -1)
-        positions = torch.where(visible, columns, -1)
-    # One entry more than the pool: added keys go there, and -1 finds it from the end.
-    position_of_slot = slots.new_full((size + 1,), -1)
-    position_of_slot[owned.flatten()] = positions.flatten()
-    return position_of_slot[slots]
 
 
 def _int32(tensor: torch.Tensor, rows: int, fill: int) -> torch.Tensor:

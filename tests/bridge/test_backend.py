@@ -38,12 +38,10 @@ def tensors(rows: int, seed=0):
 
 
 def latest(backend, rows: int):
-    """The last ``TOPK`` tokens that each row sees, as slots; -1 behind them."""
-    made = backend.batch.rows
+    """The positions of the last ``TOPK`` tokens that each row sees; -1 behind them."""
     picked = torch.full((rows, TOPK), -1, dtype=torch.int32)
-    for t in range(rows):
-        begin, length = int(made.starts[t]), int(made.lengths[t])
-        visible = made.k_slots[begin : begin + length][-TOPK:]
+    for t, length in enumerate(backend.batch.rows.lengths[:rows].tolist()):
+        visible = torch.arange(max(0, length - TOPK), length, dtype=torch.int32)
         picked[t, : len(visible)] = visible
     return picked
 
@@ -58,7 +56,7 @@ def call(backend, fb, given, picked, **options):
 def test_writes_its_tokens_and_attends_to_them(backend_of, layout):
     """Two chunks of two requests, against attention written out over the tokens that were given."""
     backend = backend_of(layout)
-    kept = {}  # slot -> its token
+    kept = {}  # (request, position) -> its token
     for chunk, pairs in enumerate([[(0, 40), (0, 65)], [(40, 23), (65, 1)]]):
         fb = extend(backend, pairs)
         backend.init_forward_metadata(fb)
@@ -66,10 +64,11 @@ def test_writes_its_tokens_and_attends_to_them(backend_of, layout):
         picked = latest(backend, len(given["q"]))
         out = call(backend, fb, given, picked)
         assert out.shape == (len(given["q"]), HEADS * LATENT) and out.dtype == torch.bfloat16
-        for t, slot in enumerate(fb.out_cache_loc.tolist()):
-            kept[slot] = cached(layout, given["k"][t, 0], given["k_rope"][t, 0])
-        for t, row in enumerate(picked.tolist()):
-            keys = torch.stack([kept[slot] for slot in row if slot >= 0])
+        tokens = [(r, p) for r, (c, n) in enumerate(pairs) for p in range(c, c + n)]
+        for t, token in enumerate(tokens):
+            kept[token] = cached(layout, given["k"][t, 0], given["k_rope"][t, 0])
+        for t, (request, _) in enumerate(tokens):
+            keys = torch.stack([kept[request, p] for p in picked[t].tolist() if p >= 0])
             query = torch.cat([given["q"][t], given["q_rope"][t]], -1).float()
             expected = (query @ keys.T * LAYER.scaling).softmax(-1) @ keys[:, :LATENT]
             assert (out[t].float().view(HEADS, LATENT) - expected).norm() < 0.02 * expected.norm()
@@ -247,3 +246,18 @@ def test_a_pool_elsewhere_than_jax_is_refused():
 
     with pytest.raises(ValueError, match=r"^token_to_kv_pool: expected on 'cpu', where JAX computes, got 'cuda'"):
         writer_for("cuda")
+
+
+def test_an_invalid_position_never_becomes_a_slot():
+    """-1, a position behind the row's own, one beyond the table: none of them is slot 0, or any slot."""
+    import jax.numpy as jnp
+
+    from bridge.sglang.backend import slots_of
+
+    positions = jnp.array([[0, 1, 2, 3, -1], [-1, -1, 4, 0, 99]], jnp.int32)
+    lengths = jnp.array([3, 5], jnp.int32)
+    k_slots = jnp.array([10, 11, 12, 20, 21, 22, 23, 24], jnp.int32)
+    expected = [[10, 11, 12, -1, -1], [-1, -1, 24, 20, -1]]
+    assert slots_of(positions, k_slots, jnp.array([0, 3], jnp.int32), lengths).tolist() == expected
+    table = jnp.array([[0] * 5, [20, 21, 22, 23, 24], [10, 11, 12, 77, 78]], jnp.int32)
+    assert slots_of(positions, table, jnp.array([2, 1], jnp.int32), lengths).tolist() == expected

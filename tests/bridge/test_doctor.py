@@ -117,7 +117,7 @@ def test_plugin_shut_out_by_the_environment(monkeypatch):
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
     findings = list(doctor.plugin())
     assert [f.status for f in findings if "SGLANG_PLUGINS" in f.found] == ["fail"]
-    assert [f.status for f in findings if "SGLANG_PLATFORM" in f.found] == ["warn"]
+    assert [f.status for f in findings if "SGLANG_PLATFORM" in f.found] == ["fail"]
     monkeypatch.setenv("SGLANG_PLUGINS", "jax_mla, jax_mla_cpu")
     monkeypatch.setenv("SGLANG_PLATFORM", "jax_mla_cpu")
     assert statuses(doctor.plugin) == {"ok"}

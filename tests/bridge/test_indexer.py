@@ -102,7 +102,7 @@ def backend(pools):
 
 @pytest.fixture
 def run(backend, monkeypatch):
-    """``run(indexer, fb, x, q_lora) -> slots``, and what SGLang's capturer was given in ``run.captured``."""
+    """``run(indexer, fb, x, q_lora) -> positions``, and what SGLang's capturer was given in ``run.captured``."""
     from sglang.srt.state_capturer import indexer_topk
 
     from bridge.sglang import indexer as ours
@@ -136,10 +136,10 @@ def test_selects_what_torch_selects_in_prefill_behind_a_prefix_and_in_decode(bac
         rows = sum(n for _, n in pairs)
         x = torch.randn(rows, HIDDEN, generator=draw).to(torch.bfloat16)
         q_lora = torch.randn(rows, LORA, generator=draw).to(torch.bfloat16)
-        slots = run(indexer, fb, x, q_lora)
-        assert slots.shape == (rows, TOPK) and slots.dtype == torch.int32
-        layer, positions = run.captured[-1]
-        assert layer == 1 and positions.shape == (rows, TOPK)
+        positions = run(indexer, fb, x, q_lora)
+        assert positions.shape == (rows, TOPK) and positions.dtype == torch.int32
+        layer, captured = run.captured[-1]
+        assert layer == 1 and torch.equal(captured, positions)
         t = 0
         for request, (cached, new) in enumerate(pairs):
             history[request] = torch.cat([history[request], x[t : t + new].float()])
@@ -149,7 +149,6 @@ def test_selects_what_torch_selects_in_prefill_behind_a_prefix_and_in_decode(bac
                 chosen = positions[t][positions[t] >= 0].long()
                 assert len(chosen) == min(TOPK, position + 1) and (chosen.diff() > 0).all()
                 assert (positions[t, len(chosen) :] == -1).all()
-                assert slots[t, : len(chosen)].tolist() == backend.req_to_token[request, chosen].tolist()
                 best = exact.topk(len(chosen)).values
                 reach = 0.3 * exact.std(correction=0)  # FP8 moves a score by a tenth of how far scores lie apart
                 assert exact[chosen].min() >= best.min() - reach - 1e-3, (request, position)
@@ -170,10 +169,10 @@ def test_without_indices_it_still_writes_its_keys(backend, run):
 
 def test_padded_and_idle_rows_select_nothing(backend, run):
     x, q_lora = torch.ones(8, HIDDEN, dtype=torch.bfloat16), torch.ones(8, LORA, dtype=torch.bfloat16)
-    slots = run(module(), extend(backend, [(0, 5)]), x, q_lora)
-    assert (slots[:5, 0] > 0).all() and (slots[5:] == -1).all()
-    slots = run(module(), extend(backend, []), x, q_lora)
-    assert slots.shape == (8, TOPK) and (slots == -1).all()
+    selected = run(module(), extend(backend, [(0, 5)]), x, q_lora)
+    assert (selected[:5, 0] == 0).all() and (selected[5:] == -1).all()
+    selected = run(module(), extend(backend, []), x, q_lora)
+    assert selected.shape == (8, TOPK) and (selected == -1).all()
 
 
 def test_rocms_tuple_of_activations(backend, run):

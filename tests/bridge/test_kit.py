@@ -8,7 +8,6 @@ import unittest
 import warnings
 
 import pytest
-import torch
 
 CASES = (
     "dsa_sparse_prefill_flashmla_sparse_topk",
@@ -26,11 +25,7 @@ PATTERNS = [("dsa_sparse_decode_long_prefix", "strided"), ("dsa_sparse_decode_lo
 
 @pytest.fixture(scope="module")
 def kit(sglang):
-    """The kit, with our backend registered in the form that it calls.
-
-    The kit's selections are request-local positions, as SGLang's unfused indexer makes them. Our indexer makes slots,
-    so the selection is looked up here, in the request→token table, one entry at a time.
-    """
+    """The kit, with our backend registered."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -38,20 +33,7 @@ def kit(sglang):
 
     from bridge.sglang.backend import JaxMLABackend
 
-    class Positions(JaxMLABackend):
-        def forward_extend(self, q, k, v, layer, fb, *args, topk_indices, **kwargs):
-            new = [1] * fb.batch_size if fb.forward_mode.is_decode() else fb.extend_seq_lens_cpu
-            requests = [r for r, n in zip(fb.req_pool_indices.tolist(), new, strict=True) for _ in range(n)]
-            slots = [
-                [int(self.req_to_token[r, p]) if p >= 0 else -1 for p in row]
-                for r, row in zip(requests, topk_indices.tolist(), strict=True)
-            ]
-            slots = torch.tensor(slots, dtype=torch.int32)
-            return super().forward_extend(q, k, v, layer, fb, *args, topk_indices=slots, **kwargs)
-
-        forward_decode = forward_extend
-
-    ATTENTION_BACKENDS["jax_mla_positions"] = Positions
+    ATTENTION_BACKENDS["jax_mla"] = JaxMLABackend
     return dsa_attention
 
 
@@ -61,7 +43,7 @@ def run(kit, name: str, **options):
     The kit allows 0.16, more than its outputs ever reach: attention over the wrong tokens passes it. Relative to the
     size of the output the wrong tokens are off by 1; bf16 is by 0.0005 here, an fp8 cache by 0.03.
     """
-    case = {case.name: case for case in kit.make_dsa_sparse_cases("jax_mla_positions")}[name]
+    case = {case.name: case for case in kit.make_dsa_sparse_cases("jax_mla")}[name]
     test = unittest.TestCase()
     kit.run_dsa_sparse_attention_case(test, case, device="cpu", **options)
     fixture = kit.build_dsa_sparse_attention_fixture(test, case, device="cpu", **options)

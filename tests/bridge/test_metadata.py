@@ -103,8 +103,7 @@ def test_prefill(mode, pairs):
     check(rows, tokens, fb, pairs)
     keys = sum(c + n for c, n in pairs)
     assert len(rows.k_slots) == metadata.bucket(keys, metadata.LEAST_TOKENS)
-    assert (rows.k_slots[keys:] == -1).all() and (rows.k_positions[keys:] == -1).all()
-    assert rows.k_positions[:keys].tolist() == [p for c, n in pairs for p in range(c + n)]
+    assert (rows.k_slots[keys:] == -1).all()
 
 
 def test_decode_rows_in_a_mixed_batch_are_prefills_of_one():
@@ -192,18 +191,3 @@ def test_pad(rows, extra):
     padded = metadata.pad(tensor, rows + extra, -1)
     assert padded.is_contiguous() and padded.shape == (rows + extra, 2, 3)
     assert torch.equal(padded[:rows], tensor) and (padded[rows:] == -1).all()
-
-
-@pytest.mark.parametrize("mode, pairs", [("EXTEND", [(64, 3), (0, 70)]), ("DECODE", [(99, 1), (3, 1), (300, 1)])])
-def test_positions_of_selected_slots(mode, pairs):
-    tokens, fb = batch(mode, pairs)
-    rows = built(fb, tokens)
-    k = 8
-    positions = torch.full((rows.count, k), -1, dtype=torch.int32)
-    slots = positions.clone()
-    for t, visible in enumerate(seen(rows, tokens)):
-        chosen = torch.randperm(len(visible), generator=torch.Generator().manual_seed(t))[: k - 1].sort().values
-        positions[t, : len(chosen)] = chosen.to(torch.int32)
-        slots[t, : len(chosen)] = torch.tensor([visible[p] for p in chosen], dtype=torch.int32)
-    got = metadata.positions_of(slots, rows, tokens, tokens.numel() + 1)
-    assert got.dtype == torch.int32 and torch.equal(got, positions)

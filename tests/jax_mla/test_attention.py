@@ -159,6 +159,29 @@ def test_blocks_of_rows_pick_what_one_block_picks(how, rows):
     assert_bitwise_equal(blocks, whole)
 
 
+def test_a_needle_in_thousands_of_tokens(how):
+    """Ties for all places but the first; the needle stands at the first token, beyond 4096, and at the last."""
+    n, slots_in_all, layout = 6000, 6400, IndexLayout(64, preshuffle=True)
+    rng = np.random.default_rng(0)
+    keys = np.sign(dyadic.fp8_numbers(rng, (slots_in_all, 128), "e4m3fn").astype(np.float32))
+    table = np.stack([rng.permutation(np.arange(1, slots_in_all))[:n] for _ in range(3)]).astype(np.int32)
+    keys[0], keys[7, :16] = 448, 2
+    for row, at in zip(table, (0, 4100, n - 1), strict=True):
+        row[row == 7] = row[at]
+        row[at] = 7
+    codes = oracles.fp8_codes(keys, "e4m3fn")
+    pool = oracles.index_pool(codes, np.ones(slots_in_all), layout.page_size, layout.preshuffle)
+    q8 = np.zeros((3, HEADS, 128), oracles.FP8["e4m3fn"])
+    q8[..., :16] = 1
+    arrays = jnps(q8=q8, weights=np.ones((3, HEADS), np.float32), index_pool=pool, token_table=table)
+    arrays |= jnps(requests=np.arange(3, dtype=np.int32), lengths=np.full(3, n, np.int32))
+    got = topk_decode(**arrays, k=K, layout=layout, max_len=n, as_slots=False, **how)
+    scores = [oracles.index_logits(q8[:1], np.ones((1, HEADS)), keys[row], np.ones(n))[0] for row in table]
+    want = [oracles.top_k(x, 0, n, K) for x in scores]
+    assert [at in row for at, row in zip((0, 4100, n - 1), want, strict=True)] == [True] * 3
+    assert_bitwise_equal(got, oracles.padded(want, K))
+
+
 def assert_selected(got, scores, k: int) -> bool:
     """``got`` are the ``k`` best of ``scores``, ascending, then -1, but for near-ties; whether there was none of these.
 
