@@ -26,7 +26,7 @@ PROMPTS = ("Which tokens do you attend to?", "Write a haiku about sparse attenti
 ANSWER_TOKENS = 16
 ARGUMENTS = (
     *("--context-length", "4096", "--max-total-tokens", "8192", "--max-running-requests", "4"),
-    *("--dtype", "bfloat16", "--enable-return-indexer-topk"),
+    *("--dtype", "bfloat16", "--enable-return-indexer-topk", "--sleep-on-idle"),
 )
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
 from bridge.demo import compare, hf
 from bridge.demo.compare import Case, Figure, Served
 from bridge.demo.tiny import Tiny, checkpoint

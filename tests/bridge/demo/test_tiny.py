@@ -3,11 +3,12 @@
 import json
 
 import pytest
+import safetensors.torch
+import transformers
 
 from bridge.demo import tiny
 from bridge.demo.tiny import Tiny, checkpoint
 
-safetensors = pytest.importorskip("safetensors.torch")
 SMALL = Tiny(num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_attention_heads=1, index_n_heads=1)
 
 
@@ -43,7 +44,7 @@ def test_config_has_hugging_face_names():
 
 def test_experts_are_there_when_asked_for(tmp_path):
     moe = Tiny(**{**SMALL.__dict__, "n_routed_experts": 4})
-    names = safetensors.load_file(checkpoint(moe, tmp_path) / "model.safetensors").keys()
+    names = safetensors.torch.load_file(checkpoint(moe, tmp_path) / "model.safetensors").keys()
     assert "model.layers.0.mlp.down_proj.weight" in names
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in names
@@ -64,7 +65,6 @@ def test_refused(choice, message):
 
 
 def test_the_tokenizer_gives_back_what_it_is_given(tmp_path):
-    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(SMALL, tmp_path))
     text = "Sparse: 7 × 6 = 42\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
