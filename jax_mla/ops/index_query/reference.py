@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_mla.fp8 import AMAX_FLOOR
-from jax_mla.ops.quantize.reference import power_of_two_reference
+from jax_mla.ops.quantize.reference import cast_reference, power_of_two_reference
 
 
 def rope_reference(x, cos_sin, positions, interleaved):
@@ -32,7 +32,7 @@ def quantize_reference(x, fp8):
     """fp8 values and ue8m0 scales ``[..., 1]`` of the last axis."""
     amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), AMAX_FLOOR)
     scale = power_of_two_reference(amax / fp8.max)
-    return jnp.clip(x / scale, -fp8.max, fp8.max).astype(fp8.dtype), scale
+    return cast_reference(x / scale, fp8), scale
 
 
 def reference(q, weights, cos_sin, positions, *, fp8, interleaved, hadamard):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_mla.fp8 import to_bits
+from jax_mla.ops.quantize.reference import cast_reference
 
 
 def _bytes(x):
@@ -14,13 +15,12 @@ def _bytes(x):
 def _row(k_nope, k_rope, layout, kv_scale):
     if layout.name == "bf16":
         return jnp.concatenate([k_nope, k_rope]).astype(jnp.bfloat16)
-    largest = layout.fp8.max
     if layout.name == "fp8_576":
         x = jnp.concatenate([k_nope, k_rope]).astype(jnp.float32) / kv_scale
-        return to_bits(jnp.clip(x, -largest, largest).astype(layout.fp8.dtype))
+        return to_bits(cast_reference(x, layout.fp8))
     tiles = k_nope.astype(jnp.float32).reshape(4, 128)
-    scale = jnp.max(jnp.abs(tiles), axis=1) / largest
-    codes = jnp.clip(tiles / jnp.where(scale > 0, scale, 1)[:, None], -largest, largest).astype(layout.fp8.dtype)
+    scale = jnp.max(jnp.abs(tiles), axis=1) / layout.fp8.max
+    codes = cast_reference(tiles / jnp.where(scale > 0, scale, 1)[:, None], layout.fp8)
     return jnp.concatenate([_bytes(codes), _bytes(scale), _bytes(k_rope.astype(jnp.bfloat16))])
 
 

@@ -65,7 +65,7 @@ def test_refused(choice, message):
 
 
 def test_the_tokenizer_gives_back_what_it_is_given(tmp_path):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(SMALL, tmp_path))
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint(SMALL, tmp_path))
     text = "Sparse: 7 × 6 = 42\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     chat = tokenizer.apply_chat_template(
