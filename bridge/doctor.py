@@ -89,7 +89,7 @@ def serving_versions() -> Iterator[Finding]:
         yield Finding("sglang", "fail", version, problem)
     torch = installed("torch")
     if torch is None:
-        yield Finding("torch", "fail", "not installed", "pip install 'jax-mla[sglang]'")
+        yield Finding("torch", "fail", "not installed", "pip install '.[sglang]'")
     elif torch.split("+")[0] == TORCH:
         yield Finding("torch", "ok", f"torch {torch}")
     else:
@@ -131,7 +131,7 @@ def device() -> Iterator[Finding]:
     found = f"JAX {chip.platform} ({chip.kind}, {len(jax.devices())}), torch {'cuda' if on_gpu else 'cpu'}"
     if on_gpu and not chip.is_gpu:
         extra = "rocm" if torch.version.hip else "cuda"
-        yield Finding("device", "fail", found, f"JAX sees no GPU: pip install 'jax-mla[{extra}]', unset JAX_PLATFORMS")
+        yield Finding("device", "fail", found, f"JAX sees no GPU: pip install '.[{extra}]', unset JAX_PLATFORMS")
     elif not on_gpu and torch_device_type() == "cuda":
         yield Finding("device", "fail", found, "torch sees no GPU: install a torch for this card")
     else:

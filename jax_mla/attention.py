@@ -13,11 +13,12 @@ compiled program. Rows that only fill a batch up have length 0: they select noth
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float32, Int32, Shaped, UInt8
 
 from jax_mla.layouts import IndexLayout
-from jax_mla.ops.base import Implementation, refuse_outside, refuse_unless, typed
+from jax_mla.ops.base import Implementation, is_concrete, refuse_outside, refuse_unless, typed
 from jax_mla.ops.index_logits_paged import index_logits_paged
 from jax_mla.ops.index_logits_ragged import index_logits_ragged
 from jax_mla.ops.select import select
@@ -54,21 +55,31 @@ def topk_prefill(
       where its request begins, ``lengths`` counts its tokens up to the row's own.
     - `as_slots`: slots of the KV pool, or positions in the request.
 
+    A slot that is not in the pool scores -inf: it is selected only in a row that selects all it sees, and is -1 there.
+
     Returns int32 ``[T, k]``. Raises what ``index_logits_ragged`` and ``select`` raise, and ``ValueError`` for a
     ``logits_bytes`` under one row's and, outside ``jit``, a slot beyond the pool.
     """
     t, s = q8.shape[0], k_slots.shape[0]
+    refuse_unless(s >= 1, "topk_prefill", "k_slots", "at least one", s)
     rows = logits_bytes // (4 * s)
     refuse_unless(rows >= 1, "topk_prefill", "logits_bytes", f"at least {4 * s:,} for one row", f"{logits_bytes:,}")
+    refuse_outside("topk_prefill", "starts", starts, 0, s + 1, "the keys of k_slots")
+    if is_concrete(starts) and is_concrete(lengths):
+        past = np.asarray(lengths, np.int64) + np.asarray(starts) - s
+        refuse_outside("topk_prefill", "lengths", past, -(2**32), 1, "keys past the end of k_slots")
     layout.check_pool("topk_prefill", index_pool)
     pool_slots = index_pool.shape[0] * layout.page_size
     refuse_outside("topk_prefill", "k_slots", k_slots, -(2**31), pool_slots, "the pool's slots")
     k8, k_scale = layout.read(index_pool, k_slots)
+    there = layout.holds(index_pool, k_slots)
+    table = jnp.where(there, k_slots, -1) if as_slots else None
     impl = dict(implementation=implementation, interpret=interpret)
 
     def block(q8, weights, starts, lengths):
-        logits = index_logits_ragged(q8, weights, k8, k_scale, starts, starts + lengths, **impl)
-        return select(logits, lengths, k, starts=starts, table=k_slots if as_slots else None, **impl)
+        windows = starts, starts + lengths
+        logits = index_logits_ragged(q8, weights, k8, k_scale, *windows, max_logits_bytes=logits_bytes, **impl)
+        return select(jnp.where(there, logits, -jnp.inf), lengths, k, starts=starts, table=table, **impl)
 
     blocks = cdiv(t, rows)
     if blocks <= 1:

@@ -83,6 +83,8 @@ class KVLayout:
         """Raises ``ValueError`` for a scale that this layout has no place for."""
         if not (self.scaled or (isinstance(kv_scale, float) and kv_scale == 1.0)):
             raise ValueError(f"{op}: kv_scale expected 1.0 for the {self.name} layout, got {kv_scale}")
+        if isinstance(kv_scale, float) and not 0 < kv_scale < float("inf"):
+            raise ValueError(f"{op}: kv_scale expected a positive number, got {kv_scale}")
 
     def unpack(self, rows: Array, kv_scale: Array | float = 1.0) -> Array:
         """Float32 values ``[..., 576]`` (latent, then rope) of ``rows`` ``[..., row_elements]``.
@@ -168,13 +170,18 @@ class IndexLayout:
             expected = f"uint8[pages, {self.page_bytes}], pages of {self.page_size} tokens"
             raise ValueError(f"{op}: pool expected {expected}, got {pool.dtype.name}{list(pool.shape)}")
 
+    def holds(self, pool: Array, slots: Array) -> Array:
+        """Which of ``slots`` lie in ``pool``."""
+        return (slots >= 0) & (slots < pool.shape[0] * self.page_size)
+
     def read(self, pool: Array, slots: Array) -> tuple[Array, Array]:
-        """Keys ``[..., 128]`` (``fp8.dtype``) and float32 scales ``[...]`` at ``slots``; slots < 0 read as zeros.
+        """Keys ``[..., 128]`` (``fp8.dtype``) and float32 scales ``[...]`` at ``slots``; zeros outside of the pool.
 
         - `pool`: uint8 ``[pages, page_bytes]``.
         - `slots`: int32 ``[...]``.
         """
-        page, byte = self.row_offsets(jnp.maximum(slots, 0))
-        rows = jnp.where(slots[..., None] >= 0, pool[page, byte], jnp.uint8(0))
+        there = self.holds(pool, slots)
+        page, byte = self.row_offsets(jnp.where(there, slots, 0))
+        rows = jnp.where(there[..., None], pool[page, byte], jnp.uint8(0))
         scale = lax.bitcast_convert_type(rows[..., INDEX_HEAD_DIM:], jnp.float32)
         return from_bits(rows[..., :INDEX_HEAD_DIM], self.fp8), scale

@@ -142,7 +142,7 @@ def main(json_file: Path | None) -> int:
         for case in compare.CASES:
             try:
                 case_rows, replies[str(case)] = run_case(case, models, console, steps)
-            except ServerError as error:
+            except (ServerError, ValueError) as error:
                 console.print(f"[bold red]{case}: no figures[/]\n{escape(str(error))}", highlight=False)
                 return 1
             rows += case_rows

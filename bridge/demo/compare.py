@@ -162,6 +162,8 @@ def selection(selected: np.ndarray, scores: hf.Scores) -> tuple[float, float]:
         raise ValueError("selected: expected all visible positions in rows that see no more than index_topk keys")
     shared, gap = 0, 0.0
     for t in range(k, len(selected)):
+        if len(np.unique(selected[t])) != k or selected[t].min() < 0 or selected[t].max() > t:
+            raise ValueError(f"selected: expected {k} different positions from 0 to {t} in row {t}, got {selected[t]}")
         quantised, exact = scores.quantised[t, : t + 1], scores.exact[t, : t + 1]
         others = np.setdiff1d(selected[t], reference[t])
         shared += k - len(others)

@@ -5,6 +5,7 @@ the launching process before a model is loaded. Arguments of other backends it l
 """
 
 import logging
+from importlib.metadata import version
 
 NAME = "jax_mla"
 """What the user writes behind ``--attention-backend``."""
@@ -60,4 +61,7 @@ def resolve(server_args, previous) -> None:
     for phase in (Phase.DECODE, Phase.PREFILL):
         config = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=Backend.DISABLED)
         declare_resolution(server_args, NAME, cuda_graph_config=config)
+    logger.info(
+        "jax_mla %s: serves as --attention-backend %s of SGLang %s", version("jax-mla"), NAME, version("sglang")
+    )
     logger.info("jax_mla: CUDA graphs are off in prefill and decode: XLA launches on streams that none can capture")

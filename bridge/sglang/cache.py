@@ -102,7 +102,10 @@ class Caches:
 
 
 class Writer(Protocol):
-    """Puts new tokens into a layer's caches. ``plan`` is made once per batch from int32 ``write_slots [T]``."""
+    """Puts new tokens into a layer's caches. ``plan`` is made once per batch from int32 ``write_slots [T]``.
+
+    A slot beyond the pools is an error on a CPU. On a GPU, where looking would wait for the device, it is not written.
+    """
 
     def plan(self, caches: Caches, write_slots: torch.Tensor) -> Any: ...
 

@@ -123,7 +123,7 @@ def problem() -> str | None:
     """Why this package cannot serve with the installed SGLang: one sentence naming both versions. None if it can."""
     version = installed()
     if version is None:
-        return f"jax_mla is written for SGLang {VERSION}, and SGLang is not installed; pip install 'jax-mla[sglang]'"
+        return f"jax_mla is written for SGLang {VERSION}, and SGLang is not installed; pip install '.[sglang]'"
     if version != VERSION:
         return (
             f"jax_mla is written for SGLang {VERSION}, and SGLang {version} is installed; install sglang=={VERSION}, "

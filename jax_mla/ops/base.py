@@ -5,7 +5,7 @@ from functools import cache, partial
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from beartype import beartype
 from jax import Array
 from jaxtyping import jaxtyped
@@ -56,6 +56,9 @@ def run(
     The Pallas function also gets ``config``, made by ``make_config()`` where it is None, and ``interpret``.
     """
     name = choose(op, implementation, interpret)
+    for x in arrays:
+        if isinstance(x, jax.Array) and x.size == 0:
+            raise ValueError(f"{op}: expected arrays that are not empty, got {x.dtype.name}{list(x.shape)}")
     if name == "pallas":
         static = static | {"config": make_config() if config is None else config, "interpret": interpret}
     elif config is not None:
@@ -64,16 +67,17 @@ def run(
         return _compiled(table[name], tuple(sorted(static.items())), donate)(*arrays)
 
 
-def is_concrete(x: Array) -> bool:
+def is_concrete(x: Array | np.ndarray) -> bool:
     """Whether ``x`` has values now, as outside of ``jit``."""
     return not isinstance(x, jax.core.Tracer)
 
 
-def refuse_outside(op: str, name: str, x: Array | None, low: int, high: int, what: str) -> None:
+def refuse_outside(op: str, name: str, x: Array | np.ndarray | None, low: int, high: int, what: str) -> None:
     """Raises ``ValueError`` if a value of ``x`` lies outside ``[low, high)``. Under ``jit`` there are none to see."""
     if x is None or not is_concrete(x) or x.size == 0:
         return
-    smallest, largest = int(jnp.min(x)), int(jnp.max(x))
+    values = np.asarray(x)  # numpy: under jit ``jnp`` would trace even a constant
+    smallest, largest = int(values.min()), int(values.max())
     if smallest < low or largest >= high:
         raise ValueError(f"{op}: {name} expected values in [{low}, {high}) ({what}), got {smallest} to {largest}")
 

@@ -169,3 +169,8 @@ def test_the_selection_comes_back_as_positions(servers):
                 chosen = row[row >= 0]
                 assert len(chosen) == min(t + 1, TINY.index_topk) and (row[len(chosen) :] == -1).all()
                 assert (np.diff(chosen) > 0).all() and chosen[-1] <= t
+
+
+def test_the_log_says_what_serves(servers):
+    log = servers.whole.log.read_text(errors="replace")
+    assert f"serves as --attention-backend jax_mla of SGLang {contract.VERSION}" in log

@@ -396,7 +396,7 @@ BAD_PREFILLS = [
         "k8 expected q8's dtype float8_e4m3fnuz, got float8_e4m3fn",
     ),
     ("no k", dict(k=0), ValueError, "select: k expected at least 1, got 0"),
-    ("a window that ends outside", dict(lengths=TOO_FAR[:PADDED_ROWS]), ValueError, "starts . lengths expected"),
+    ("a window that ends outside", dict(lengths=TOO_FAR[:PADDED_ROWS]), ValueError, "topk_prefill: lengths expected"),
     ("too few windows", dict(starts=TOO_FAR[:3]), TypeCheckError, "starts"),
     ("no GPU", dict(implementation="pallas"), NotImplementedError, "implementation='pallas' expected a GPU"),
 ]
@@ -424,3 +424,33 @@ def test_decode_refuses():
         call: dict[str, Any] = good | bad
         with pytest.raises(ValueError, match=says):
             topk_decode(**call)
+
+
+@pytest.mark.parametrize("k_slots", ([1, 64, 2, 1000, 3, 4], [1, -1, 2, -1, 3, 4]), ids=("beyond the pool", "none"))
+def test_under_jit_a_slot_that_is_not_in_the_pool_is_never_selected(how, k_slots):
+    """Its score would be 0, more than the real ones', which are negative here."""
+    layout = IndexLayout(16)
+    rng = np.random.default_rng(0)
+    one, zero, slots = jnp.ones(128), jnp.zeros(128), jnp.arange(1, 5, dtype=jnp.int32)
+    keys = jnp.asarray(rng.standard_normal((4, 128)), jnp.float32)
+    pool = jnp.zeros((4, layout.page_bytes), jnp.uint8)
+    pool = index_write(pool, slots, keys, one, zero, cos_sin_table(64), slots, layout=layout)
+    q = jnp.asarray(rng.standard_normal((1, HEADS, 128)), jnp.float32)
+    q8, weights = index_query(q, -jnp.ones((1, HEADS)), cos_sin_table(64), slots[:1])
+    start, length = jnp.zeros(1, jnp.int32), jnp.full(1, 6, jnp.int32)
+
+    @jax.jit
+    def selected(k_slots):
+        return topk_prefill(q8, weights, pool, k_slots, start, length, k=4, layout=layout, **how)
+
+    assert selected(jnp.array(k_slots, jnp.int32)).tolist() == [[1, 2, 3, 4]]
+
+
+def test_prefill_refuses_windows_whatever_its_budget():
+    layout = IndexLayout(16)
+    pool, q8 = jnp.zeros((4, layout.page_bytes), jnp.uint8), jnp.zeros((2, HEADS, 128), E4M3FN.dtype)
+    starts, lengths = jnp.zeros(2, jnp.int32), jnp.full(2, 9, jnp.int32)
+    args = q8, jnp.zeros((2, HEADS)), pool, jnp.arange(1, 4, dtype=jnp.int32), starts, lengths
+    for logits_bytes in (12, 1 << 20):
+        with pytest.raises(ValueError, match="topk_prefill: lengths expected"):
+            topk_prefill(*args, k=4, layout=layout, logits_bytes=logits_bytes)

@@ -1,5 +1,6 @@
 """Exact top-k of each row's window, in ascending order of position."""
 
+import numpy as np
 from jax import Array
 from jaxtyping import Float32, Int32
 
@@ -58,7 +59,8 @@ def select(
     if starts is None:
         base.refuse_outside(op, "lengths", lengths, -(2**31), logits.shape[1] + 1, "the columns of logits")
     elif base.is_concrete(starts) and base.is_concrete(lengths):
-        base.refuse_outside(op, "starts + lengths", starts + lengths, -(2**31), logits.shape[1] + 1, "the columns")
+        past = np.asarray(lengths, np.int64) + np.asarray(starts) - logits.shape[1]
+        base.refuse_outside(op, "lengths", past, -(2**32), 1, "columns past the end of logits")
     if table_shape is not None:
         base.refuse_outside(op, "lengths", lengths, -(2**31), table_shape[1] + 1, "the columns of table")
         base.refuse_outside(op, "table_rows", table_rows, 0, table_shape[0], "the rows of table")

@@ -28,7 +28,7 @@ def xla(logits, lengths, starts, table, table_rows, *, k):
     rows, columns = logits.shape
     starts = jnp.zeros_like(lengths) if starts is None else starts
     s = jnp.arange(columns)
-    key = sort_key(logits, (s >= starts[:, None]) & (s < (starts + lengths)[:, None]))
+    key = sort_key(logits, (s >= starts[:, None]) & (s - starts[:, None] < lengths[:, None]))
 
     def bit(i, threshold):
         higher = threshold + (jnp.int32(1) << (31 - i))  # wraps from the least int32 to 0 for the sign bit
@@ -66,7 +66,7 @@ def _kernel(
     t = pt.program_id(0)
     length = jnp.maximum(lengths_ref[t], 0)
     start = starts_ref[t]
-    end = jnp.minimum(start + length, logits_ref.shape[1])
+    end = start + jnp.minimum(length, logits_ref.shape[1] - start)
     first = jnp.maximum(start, 0) // columns * columns
     tiles = jnp.maximum(pt.cdiv(end - first, columns), 0)
 

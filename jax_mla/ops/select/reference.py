@@ -7,7 +7,7 @@ def reference(logits, lengths, starts, table, table_rows, *, k):
     rows, columns = logits.shape
     starts = jnp.zeros_like(lengths) if starts is None else starts
     s = jnp.arange(columns)
-    inside = (s >= starts[:, None]) & (s < (starts + lengths)[:, None])
+    inside = (s >= starts[:, None]) & (s - starts[:, None] < lengths[:, None])
     nan = jnp.isnan(logits)
     # Descending by (in the window, a number, value); the sort is stable, so ties keep the order of their columns.
     value = -jnp.where(nan | (logits == 0), 0.0, logits)

@@ -43,6 +43,9 @@ def sparse_mla(
     - `softmax_scale`: σ; DeepSeek-V3.2 has ``192^-0.5 * mscale^2`` = 0.1352.
     - `kv_scale`: float32, fp8_576 only: what one unit of a code is worth.
 
+    A row's bits do not depend on other rows, but on ``config.splits``, which is picked from how many rows there are:
+    give a ``config`` of your own where the same row must come out alike in batches of any size.
+
     Returns ``out`` of ``q_nope``'s dtype and float32 ``lse`` (natural logarithm). A row with no valid slot gives 0 and
     -inf.
 
@@ -56,6 +59,7 @@ def sparse_mla(
     """
     op = "sparse_mla"
     base.refuse_unless(1 <= q_nope.shape[1] <= 128, op, "q_nope", "1 to 128 heads", q_nope.shape[1])
+    base.refuse_unless(q_nope.dtype in ("bfloat16", "float32"), op, "q_nope", "bfloat16 or float32", q_nope.dtype)
     base.refuse_unless(q_rope.dtype == q_nope.dtype, op, "q_rope", f"q_nope's dtype {q_nope.dtype}", q_rope.dtype)
     layout.check_pool(op, pool)
     layout.check_scale(op, kv_scale)

@@ -124,7 +124,7 @@ def _kernel(
     start = (jnp.full((heads,), VERY_LOW, jnp.float32), jnp.zeros((heads,), jnp.float32), zero)
     m, total_p, out = lax.fori_loop(0, blocks, step, start)
 
-    any_key = total_p > 0
+    any_key = ~(total_p == 0)  # also where it is NaN, which is to be seen
     unit = jnp.where(any_key, kv_scale / jnp.where(any_key, total_p, 1.0), 0.0)
     part = jnp.full((heads,), split)
     for column, o in zip(tiles, out, strict=True):
@@ -144,12 +144,12 @@ def _merge_kernel(part_ref, lse_ref, out_ref, out_lse_ref, *, splits):
     largest = jnp.maximum(jnp.max(lse), VERY_LOW)
     weight = jnp.exp(lse - largest)
     total = jnp.sum(weight)
-    weight = weight / jnp.where(total > 0, total, 1.0)
+    weight = weight / jnp.where(total == 0, 1.0, total)
     column = jnp.arange(KV_LORA_RANK)
     mask = jnp.broadcast_to(inside[:, None], (*split.shape, KV_LORA_RANK))
     parts = pt.load(part_ref.at[row[:, None], split[:, None], head[:, None], column[None, :]], mask=mask, other=0.0)
     out_ref[t, h, :] = jnp.sum(parts * weight[:, None], axis=0).astype(out_ref.dtype)
-    out_lse_ref[t, h] = jnp.where(total > 0, largest + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    out_lse_ref[t, h] = jnp.where(total == 0, -jnp.inf, largest + jnp.log(jnp.where(total == 0, 1.0, total)))
 
 
 def pallas(q_nope, q_rope, pool, slots, kv_scale, *, layout, softmax_scale, config, interpret):

@@ -99,3 +99,12 @@ def test_a_case_served_by_transformers_itself_is_within_bounds(tmp_path):
     assert rows[2].figures[0].value < 1e-5 and rows[3].figures[0].value == rows[4].figures[0].value == 1.0
     wrong = list(compare.rows(case, Served(ids, logprobs - 0.1, np.roll(selected, 1, axis=1)), models))
     assert not any(row.passed for row in wrong)
+
+
+@pytest.mark.parametrize("row", ([0, 0, 0], [-1, 0, 1], [0, 1, 9]), ids=("duplicates", "none", "the future"))
+def test_a_selection_that_is_none_is_refused(row):
+    visible = scores(t=6)
+    selected = hf.picks(visible.quantised, 3)
+    selected[5] = row
+    with pytest.raises(ValueError, match="selected: expected 3 different positions from 0 to 5 in row 5"):
+        compare.selection(selected, visible)

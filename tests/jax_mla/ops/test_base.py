@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_mla
 from jax_mla.ops import base
 from jax_mla.pallas_triton import GFX942, GFX950, H200, lowering_for, target
 
@@ -106,3 +107,8 @@ codes, scales = jax_mla.quantize(jnp.ones((2, 128)), fp8=jax_mla.E4M3FN, scale="
 print(codes[1, 127], scales[1, 0])
 """
     assert python(program) == ["120", "0.00390625"]  # 0x78 is 256
+
+
+def test_empty_arrays_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"select: expected arrays that are not empty, got float32\[0, 4\]"):
+        jax_mla.select(jnp.zeros((0, 4)), jnp.zeros(0, jnp.int32), 2)

@@ -216,7 +216,7 @@ BAD_CALLS = [
         "a window that ends outside",
         dict(starts=ONES, lengths=ONES * 300),
         ValueError,
-        r"starts \+ lengths expected .*301\)",
+        r"lengths expected values in .*, 1\) \(columns past the end of logits\), got 1 to 1",
     ),
     ("a window that begins outside", dict(starts=-ONES), ValueError, r"starts expected values in \[0, 301\).*got -1"),
     ("a table without rows", dict(table=np.zeros((5, S), np.int32)), ValueError, "table_rows expected int32.*got None"),
@@ -249,3 +249,10 @@ BAD_CALLS = [
 def test_refusals(bad, error, says):
     with pytest.raises(error, match=says):
         run(**(dict(logits=logits_of(random), lengths=np.maximum(LENGTHS, 0) // 2, k=64) | bad))
+
+
+def test_a_window_that_overflows_is_refused_and_under_jit_cut(how):
+    logits, length, start = jnp.arange(7.0)[None], jnp.array([2**31 - 1], jnp.int32), jnp.array([5], jnp.int32)
+    with pytest.raises(ValueError, match="select: lengths expected"):
+        select(logits, length, 3, starts=start, **how)
+    assert jax.jit(lambda n: select(logits, n, 3, starts=start, **how))(length).tolist() == [[0, 1, -1]]

@@ -277,3 +277,21 @@ def test_the_softmax_scale_must_be_given():
     call: Any = sparse_mla
     with pytest.raises(TypeError, match="softmax_scale"):
         call(NOPE, ROPE, jnp.zeros((ROWS, 576), jnp.bfloat16), SLOTS, layout=KV_BF16)
+
+
+@pytest.mark.parametrize("splits", (1, 4))
+def test_nan_is_seen_in_the_lse_too(splits):
+    pool = jnp.zeros((300, 576), jnp.bfloat16).at[7].set(jnp.nan)
+    slots = jnp.arange(1, 129, dtype=jnp.int32)[None]
+    kw: dict[str, Any] = dict(
+        layout=KV_BF16, softmax_scale=0.1, implementation="pallas", interpret=True, config=Config(splits=splits)
+    )
+    out, lse = sparse_mla(jnp.ones((1, 2, 512), jnp.bfloat16), jnp.ones((1, 2, 64), jnp.bfloat16), pool, slots, **kw)
+    assert np.isnan(np.asarray(lse)).all() and np.isnan(np.asarray(out, np.float32)).all()
+
+
+def test_half_precision_queries_are_refused():
+    q, rope = jnp.ones((1, 2, 512), jnp.float16), jnp.ones((1, 2, 64), jnp.float16)
+    pool, slots = jnp.zeros((300, 576), jnp.bfloat16), jnp.ones((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="sparse_mla: q_nope expected bfloat16 or float32, got float16"):
+        sparse_mla(q, rope, pool, slots, layout=KV_BF16, softmax_scale=0.1)
