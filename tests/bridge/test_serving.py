@@ -15,6 +15,7 @@ import pytest
 
 from bridge.demo.server import Server, serve
 from bridge.demo.tiny import CACHE, Tiny, checkpoint
+from bridge.sglang import contract
 
 pytestmark = pytest.mark.timeout(900)
 
