@@ -55,7 +55,8 @@ def topk_prefill(
       where its request begins, ``lengths`` counts its tokens up to the row's own.
     - `as_slots`: slots of the KV pool, or positions in the request.
 
-    A slot that is not in the pool scores -inf: it is selected only in a row that selects all it sees, and is -1 there.
+    A slot that is not in the pool scores NaN, the lowest: it is selected only in a row that selects all it sees, and is
+    -1 there.
 
     Returns int32 ``[T, k]``. Raises what ``index_logits_ragged`` and ``select`` raise, and ``ValueError`` for a
     ``logits_bytes`` under one row's and, outside ``jit``, a slot beyond the pool.
@@ -73,13 +74,14 @@ def topk_prefill(
     refuse_outside("topk_prefill", "k_slots", k_slots, -(2**31), pool_slots, "the pool's slots")
     k8, k_scale = layout.read(index_pool, k_slots)
     there = layout.holds(index_pool, k_slots)
+    k_scale = jnp.where(there, k_scale, jnp.nan)  # ranks below all scores, at the cost of one row and not of all logits
     table = jnp.where(there, k_slots, -1) if as_slots else None
     impl = dict(implementation=implementation, interpret=interpret)
 
     def block(q8, weights, starts, lengths):
         windows = starts, starts + lengths
         logits = index_logits_ragged(q8, weights, k8, k_scale, *windows, max_logits_bytes=logits_bytes, **impl)
-        return select(jnp.where(there, logits, -jnp.inf), lengths, k, starts=starts, table=table, **impl)
+        return select(logits, lengths, k, starts=starts, table=table, **impl)
 
     blocks = cdiv(t, rows)
     if blocks <= 1:
