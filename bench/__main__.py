@@ -116,8 +116,12 @@ def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check
         for case in wanted:
             start = time.monotonic()
             measured: list[Outcome] = []
+            spent: list[str] = []
             with progress.status(f"{case.op} {case.label}"):
+                last = start
                 for outcome in outcomes(case, platform, seconds=seconds):
+                    spent.append(f"{outcome.implementation} {time.monotonic() - last:.1f}")
+                    last = time.monotonic()
                     if outcome.time is not None:
                         measured.append(outcome)
                         rows.append(results.row_of(context, shapes, case, outcome, roofline))
@@ -129,7 +133,8 @@ def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check
                         skipped.setdefault(f"{outcome.implementation}: {outcome.why}", []).append(where)
             add_lines(table, case, measured, roofline)
             if not progress.is_terminal:
-                progress.print(f"{case.op} {case.label}: {time.monotonic() - start:.0f} s", highlight=False)
+                text = f"{case.op} {case.label}: {time.monotonic() - start:.0f} s ({'; '.join(spent)})"
+                progress.print(text, markup=False, highlight=False, soft_wrap=True)
             if json_file:  # as they come, so that a run cut short leaves what it has measured
                 results.write(json_file, rows)
     console.print(table)

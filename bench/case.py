@@ -13,7 +13,7 @@ from bench import oracle
 from bench.cost import Cost
 from bench.peers import Peer
 
-LARGE = 1 << 20  # numbers; more are drawn by the device, fewer by the host, for whose draws nothing has to be compiled
+LARGE = 1 << 17  # numbers; more are drawn by the device, fewer by the host, for whose draws nothing has to be compiled
 
 
 class Source:
@@ -64,7 +64,7 @@ class Source:
     def choose_rows(self, n: int, rows: int, count: int) -> Array:
         """int32 ``[rows, count]``, different numbers below ``n`` in a row, and in all while there are any left."""
         if rows * count <= n:
-            return self.permutation(n)[: rows * count].reshape(rows, count)
+            return self.choose(n, rows * count).reshape(rows, count)
         if rows * n > LARGE:
             return jnp.argsort(jax.random.uniform(self._key(), (rows, n)), axis=1)[:, :count].astype(jnp.int32)
         return jnp.stack([self.choose(n, count) for _ in range(rows)])

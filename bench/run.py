@@ -41,7 +41,9 @@ class Outcome:
 class Inputs:
     """A case's inputs on JAX's default device, and in numpy those of the first call.
 
-    `varied` are so many that what the calls move, counted as the case's cost counts it, is twice what a cache holds.
+    `varied` are so many that what the calls move, counted as the case's cost counts it, is twice what a cache holds;
+    but no more than ``MAX_SETS``, so calls that move less than some 2 MB may find inputs in the cache, as they do in a
+    model, where the op before has just written them. Pools are too large for a cache in any case.
     """
 
     def __init__(self, case: Case, platform: str, seed: int):
@@ -68,17 +70,18 @@ class JaxRunner:
     def __init__(self, case: Case, inputs: Inputs, call: Callable[[tuple, tuple], Any]):
         self.inputs = inputs
         donated = case.donated
+        only_pool = donated == 1
 
         def program(pools, shared, group):
             outputs = []
             for varied in group:
-                if outputs:  # one after the other, as the layers of a model are
-                    pools, varied, _ = lax.optimization_barrier((pools, varied, outputs[-1]))
+                if outputs and not only_pool:  # one after the other, as they are where all they give is a pool
+                    varied, _ = lax.optimization_barrier((varied, outputs[-1]))
                 result = call((*pools, *shared), varied)
                 if donated:
                     result = result if isinstance(result, tuple) else (result,)
                     pools, result = result[:donated], result[donated:]
-                outputs.append(result)
+                outputs.append(result)  # nothing where there is but a pool
             return pools, outputs
 
         self._program = jax.jit(program, donate_argnums=0)
@@ -142,7 +145,7 @@ class TorchRunner:
         for g in range(some):
             group = [self._calls[(g * calls + j) % len(self._calls)] for j in range(calls)]
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # JAX has threads too
                 outputs = [call() for call in group]  # all alive, as a program's outputs are
             del outputs
             self._graphs.append(graph)
