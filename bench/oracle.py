@@ -39,13 +39,16 @@ def block_scale(x, ue8m0: bool, floor: float):
     return 2.0 ** np.ceil(np.log2(amax / FP8_MAX)) if ue8m0 else amax / FP8_MAX
 
 
-def rope(x, cos_sin, positions):
-    """NeoX rotation of the first 64 of ``x`` ``[T, ..., 128]``."""
+def rope(x, cos_sin, positions, interleaved: bool = False):
+    """Rotation of the first 64 of ``x`` ``[T, ..., 128]``: of i with i + 32 (NeoX), or of 2 i with 2 i + 1."""
     cos, sin = np.split(cos_sin.astype(np.float64)[positions], 2, axis=-1)
     shape = (len(positions), *(1,) * (x.ndim - 2), 32)
     cos, sin = cos.reshape(shape), sin.reshape(shape)
-    a, b = x[..., :32], x[..., 32:64]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 64:]], axis=-1)
+    first, second = (slice(0, 64, 2), slice(1, 64, 2)) if interleaved else (slice(0, 32), slice(32, 64))
+    rotated = x.copy()
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
+    return rotated
 
 
 def unpack_index(pool, slots):
@@ -86,12 +89,14 @@ def quantize(x, codes, scales, rows) -> float:
     return half_ulps(back, exact, "fp8", block_scale(exact, False, 0.0))
 
 
-def index_write(before, after, slots, k, norm_weight, norm_bias, cos_sin, positions, rows) -> float:
+def index_write(
+    before, after, slots, k, norm_weight, norm_bias, cos_sin, positions, rows, interleaved: bool = False
+) -> float:
     """Half ulps of FP8 between the keys that ``after`` holds and the exact ones; infinite if another slot changed."""
     k, weight, bias = (x.astype(np.float64) for x in (k[rows], norm_weight, norm_bias))
     centred = k - k.mean(axis=1, keepdims=True)
     normal = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-6)
-    exact = rope(normal * weight + bias, cos_sin, positions[rows])
+    exact = rope(normal * weight + bias, cos_sin, positions[rows], interleaved)
     keys, scale = unpack_index(after, slots[rows])
     if _index_changed_elsewhere(before, after, slots):
         return float("inf")
@@ -106,9 +111,9 @@ def _index_changed_elsewhere(before, after, slots) -> bool:
     return bool(changed.any())
 
 
-def index_query(q, weights, cos_sin, positions, q8, out_weights, rows) -> float:
+def index_query(q, weights, cos_sin, positions, q8, out_weights, rows, interleaved: bool = False) -> float:
     """Half ulps of FP8 between the queries, read back by the scales that the weights carry, and the exact ones."""
-    exact = rope(q[rows].astype(np.float64), cos_sin, positions[rows])
+    exact = rope(q[rows].astype(np.float64), cos_sin, positions[rows], interleaved)
     folded = weights[rows].astype(np.float64) * 128**-0.5 * q.shape[1] ** -0.5
     scale = out_weights[rows] / folded
     back = q8[rows].astype(np.float64) * scale[..., None]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -114,9 +114,10 @@ class JaxRunner:
 
 class TorchRunner:
     """Runs a peer of PyTorch: on a GPU in CUDA graphs of `calls` calls one after another, which stand beside the
-    programs of ``JaxRunner``; on a CPU call by call."""
+    programs of ``JaxRunner``; on a CPU, and where a peer can't be captured, call by call."""
 
     calls = 1
+    captured = True
 
     def __init__(self, case: Case, inputs: Inputs, platform: str, peer: TorchPeer):
         self._torch, _ = peers.torch_for(platform)
@@ -140,13 +141,20 @@ class TorchRunner:
             return
         torch = self._torch
         self._graphs.clear()
+        if not self.captured:
+            return
         some = max(1, min(len(self._calls) // calls, MAX_GRAPHS))
         memory = torch.cuda.graph_pool_handle()
         for g in range(some):
             group = [self._calls[(g * calls + j) % len(self._calls)] for j in range(calls)]
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # JAX has threads too
-                outputs = [call() for call in group]  # all alive, as a program's outputs are
+            try:
+                with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # JAX has threads too
+                    outputs = [call() for call in group]  # all alive, as a program's outputs are
+            except RuntimeError:
+                self.captured = False
+                self._graphs.clear()
+                break
             del outputs
             self._graphs.append(graph)
         torch.cuda.synchronize()
@@ -209,9 +217,12 @@ def _outcome(
             return result(error=error, why=f"{error:.3g} {unit}, more than {bound:g}", failed=True)
         if platform == "gpu":
             timing.lengthen(runner, (1,) if name == "reference" else timing.PROGRAM_CALLS, platform)
+            seconds = 0.0 if name == "reference" else seconds  # the fewest rounds: no one waits for it
         time = timing.measure(runner.start, runner.wait, runner.calls, platform, seconds)
     except Missing as missing:
         return result(why=str(missing))
     except Exception as e:  # one that can't run is a row that says so, and the run goes on
         return result(why=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", failed=True)
+    if isinstance(runner, TorchRunner) and not runner.captured:
+        return replace(result(time=time, error=error), implementation=f"{name}, call by call")
     return result(time=time, error=error)

@@ -7,11 +7,12 @@ end; and calls go round among inputs that do not fit in a cache together.
 A CPU runs one call at a time, to its end. On a GPU the host must not be what is measured. So calls are submitted in
 *programs* of 1, 16 or 64 calls, each waiting for the one before: a compiled program of JAX, which XLA itself submits as
 a CUDA or HIP graph where it holds five kernels or more (``xla_gpu_graph_min_graph_size``,
-``xla_gpu_enable_command_buffer``), or a CUDA graph of a peer's calls in torch. As many programs as fill a round are
-queued before the clock is read, so that what submitting one costs hides behind the one before. For that a program must
-be long enough: at least ``PROGRAM_US``, and twice what the host takes to submit it, which is measured too. A row whose
-longest program falls short of that is the host's time (``Time.host_us`` beside ``median_us``). A profiler would name
-each kernel, but under one XLA leaves the graphs and launches kernels singly, so it would time another program.
+``xla_gpu_enable_command_buffer``), or a CUDA graph of a peer's calls in torch; a peer that can't be captured is called
+one by one, and its row says so. As many programs as fill a round are queued before the clock is read, so that what
+submitting one costs hides behind the one before. For that a program must be long enough: at least ``PROGRAM_US``, and
+twice what the host takes to submit it, which is measured too. A row whose longest program falls short of that is the
+host's time (``Time.host_us`` beside ``median_us``). A profiler would name each kernel, but under one XLA leaves the
+graphs and launches kernels singly, so it would time another program.
 """
 
 import time

@@ -168,8 +168,9 @@ def kv_write(layout: str, kv_scale: float) -> TorchPeer:
     return TorchPeer(make, packages=PACKAGES)
 
 
-def index_write(page_size: int) -> TorchPeer:
-    """LayerNorm, rotation, quantisation and the write, in one kernel."""
+def index_write(page_size: int, error: Check | None = None) -> TorchPeer:
+    """LayerNorm, rotation, quantisation and the write, in one kernel. It rotates neighbours, 2 i with 2 i + 1, where
+    our case rotates i with i + 32: as much work, and something for ``error`` to know."""
 
     def make(torch, shared):
         pool, weight, bias, cos_sin = shared
@@ -187,11 +188,11 @@ def index_write(page_size: int) -> TorchPeer:
 
         return bind
 
-    return TorchPeer(make, packages=PACKAGES)
+    return TorchPeer(make, error=error, packages=PACKAGES)
 
 
-def index_query(heads: int) -> TorchPeer:
-    """Rotation and quantisation, the scale folded into the weights."""
+def index_query(heads: int, error: Check | None = None) -> TorchPeer:
+    """Rotation and quantisation, the scale folded into the weights. It rotates neighbours, as ``index_write`` does."""
 
     def make(torch, shared):
         (cos_sin,) = shared
@@ -208,4 +209,4 @@ def index_query(heads: int) -> TorchPeer:
         q8, weights = raw
         return q8, weights[..., 0]
 
-    return TorchPeer(make, result, packages=PACKAGES)
+    return TorchPeer(make, result, error, packages=PACKAGES)

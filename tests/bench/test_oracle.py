@@ -77,6 +77,15 @@ def test_select_values_takes_any_order():
     assert oracle.select_values(logits, 2, np.array([[3, 0]]), [0]) == 1
 
 
+def test_rope_of_neighbours_is_that_of_halves_in_another_order():
+    rng = np.random.default_rng(0)
+    x, table, positions = rng.normal(size=(5, 3, 128)), rng.normal(size=(8, 64)), np.arange(5)
+    order = np.r_[np.arange(32).repeat(2) + np.tile([0, 32], 32), 64:128]
+    halves = oracle.rope(x, table, positions)
+    assert np.array_equal(oracle.rope(x[..., order], table, positions, interleaved=True), halves[..., order])
+    assert np.array_equal(halves[..., 64:], x[..., 64:])
+
+
 def test_a_peer_without_lse_is_checked_by_its_result():
     case = TINY["sparse_mla-bf16"]
     inputs = Inputs(case, "cpu", seed=1)

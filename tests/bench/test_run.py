@@ -123,6 +123,28 @@ def test_a_peer_runs_in_graphs_of_so_many_calls(inputs, monkeypatch, calls, grap
     assert CALLED == expected + expected[:calls]
 
 
+def test_a_peer_that_can_not_be_captured_is_called_one_by_one(inputs, monkeypatch):
+    import torch
+
+    @contextlib.contextmanager
+    def refuse(graph, pool, capture_error_mode):
+        raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "one pool")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    called = []
+    peer = TorchPeer(lambda torch, shared: lambda varied: lambda: called.append(varied[0].data_ptr()))
+    runner = TorchRunner(CASE, inputs, "cpu", peer)
+    runner._on_gpu = True
+    runner.repeat(4)
+    assert not runner.captured
+    runner.start(1)
+    assert len(called) == 4 and len(set(called)) == 4
+
+
 def test_a_check_of_a_peers_own_is_the_one_that_counts():
     case = replace(
         CASE,

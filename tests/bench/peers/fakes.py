@@ -260,8 +260,9 @@ def quantize_k_cache_separate(k_nope, k_rope, tile_size=128):
 def rotated(x, cos_sin, positions):
     cos, sin = cos_sin[positions.long()].chunk(2, dim=-1)
     shape = (len(x), *(1,) * (x.dim() - 2), 32)
-    cos, sin, a, b = cos.reshape(shape), sin.reshape(shape), x[..., :32], x[..., 32:64]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 64:]], dim=-1)
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    a, b = x[..., :64].unflatten(-1, (32, 2)).unbind(-1)  # neighbours: jit/csrc/deepseek_v32/indexer_k.cuh
+    return torch.cat([torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2), x[..., 64:]], dim=-1)
 
 
 def power_of_two_scale(x):
