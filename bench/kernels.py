@@ -25,6 +25,7 @@ HALF_ULPS = ("half ulps", 1.1)
 CALC_DIFF = ("calc_diff", 5e-6)
 WRONG = ("wrong", 0.0)
 BARS = ("of the bars", 1.0)
+SGLANG_INDEX = dict(interleaved=True, ue8m0=False)  # how its index kernels differ from our cases
 
 
 def _too_large(what: str, size: int) -> dict[str, str]:
@@ -81,9 +82,9 @@ def index_write(tokens: int, slots: int) -> Case:
         (pool, weight, bias, cos_sin), (at, k, position) = shared, varied
         return jax_mla.index_write(pool, at, k, weight, bias, cos_sin, position, layout=PAGES, implementation=impl)
 
-    def error(shared, varied, out, rows, interleaved=False):
+    def error(shared, varied, out, rows, **how):
         (pool, weight, bias, cos_sin), (at, k, position) = shared, varied
-        return oracle.index_write(pool, out, at, k, weight, bias, cos_sin, position, rows, interleaved)
+        return oracle.index_write(pool, out, at, k, weight, bias, cos_sin, position, rows, **how)
 
     return Case(
         op="index_write",
@@ -103,7 +104,7 @@ def index_write(tokens: int, slots: int) -> Case:
         donated=1,
         refused={"reference": f"it unrolls {tokens} tokens"} if tokens > 16 else {},
         peers={
-            "SGLang": sglang.index_write(PAGES.page_size, partial(error, interleaved=True)),
+            "SGLang": sglang.index_write(PAGES.page_size, partial(error, **SGLANG_INDEX)),
             "torch.index_put_, packed before": plain.put_keys(_pack_keys, PAGES.page_size),
             "torch.copy_ of as many bytes": plain.copy(tokens, 132),
         },
@@ -115,9 +116,9 @@ def index_query(tokens: int, heads: int = 64) -> Case:
         (cos_sin,), (q, weights, position) = shared, varied
         return jax_mla.index_query(q, weights, cos_sin, position, implementation=impl)
 
-    def error(shared, varied, out, rows, interleaved=False):
+    def error(shared, varied, out, rows, **how):
         (cos_sin,), (q, weights, position), (q8, folded) = shared, varied, out
-        return oracle.index_query(q, weights, cos_sin, position, q8, folded, rows, interleaved)
+        return oracle.index_query(q, weights, cos_sin, position, q8, folded, rows, **how)
 
     return Case(
         op="index_query",
@@ -134,7 +135,7 @@ def index_query(tokens: int, heads: int = 64) -> Case:
         error=error,
         metric=HALF_ULPS,
         rows=tokens,
-        peers={"SGLang": sglang.index_query(heads, partial(error, interleaved=True))},
+        peers={"SGLang": sglang.index_query(heads, partial(error, **SGLANG_INDEX))},
     )
 
 
@@ -412,19 +413,19 @@ def layer(length: int, heads: int, selected: int, layout: str, slots: int, index
         out, lse = jax_mla.sparse_mla(q_nope, q_rope, kv_pool, chosen, **static)
         return index_pool, kv_pool, q8, folded, chosen, out, lse
 
-    def error(shared, varied, out, rows, scale="f32", interleaved=False):
+    def error(shared, varied, out, rows, scale="f32", **how):
         index_before, kv_before, norm_weight, norm_bias, cos_sin, table = shared
         which, position, k, q, weights, nope, rope, q_nope, q_rope, _ = varied
         index_pool, kv_pool, q8, folded, chosen, got, lse = out
         slots_of = table[which[0]]
         at = slots_of[-1:]
         norm = norm_weight, norm_bias
-        written = oracle.index_write(index_before, index_pool, at, k, *norm, cos_sin, position, rows, interleaved)
+        written = oracle.index_write(index_before, index_pool, at, k, *norm, cos_sin, position, rows, **how)
         bound = HALF_ULPS[1]
         parts = [
             written / bound,
             oracle.kv_write(kv_before, kv_pool, at, nope, rope, layout, kv_scale, rows) / bound,
-            oracle.index_query(q, weights, cos_sin, position, q8, folded, rows, interleaved) / bound,
+            oracle.index_query(q, weights, cos_sin, position, q8, folded, rows, **how) / bound,
             oracle.selection(q8[0], folded[0], index_pool, slots_of, chosen[0]),
             oracle.sparse_mla(
                 q_nope, q_rope, kv_pool, chosen, layout, kv_scale, SOFTMAX_SCALE, got, lse, rows, scale=scale
@@ -433,7 +434,7 @@ def layer(length: int, heads: int, selected: int, layout: str, slots: int, index
         return max(parts, key=lambda part: part if np.isfinite(part) else np.inf)
 
     static = heads, index_heads, selected, length, PAGES.page_size, SOFTMAX_SCALE
-    rounded = layer_peers.decode(*static, partial(error, scale="bf16", interleaved=True))
+    rounded = layer_peers.decode(*static, partial(error, scale="bf16", **SGLANG_INDEX))
     return Case(
         op="layer",
         shape=dict(B=1, S=length, H=heads, K=selected, layout=layout),

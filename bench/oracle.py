@@ -90,9 +90,12 @@ def quantize(x, codes, scales, rows) -> float:
 
 
 def index_write(
-    before, after, slots, k, norm_weight, norm_bias, cos_sin, positions, rows, interleaved: bool = False
+    before, after, slots, k, norm_weight, norm_bias, cos_sin, positions, rows, interleaved=False, ue8m0=True
 ) -> float:
-    """Half ulps of FP8 between the keys that ``after`` holds and the exact ones; infinite if another slot changed."""
+    """Half ulps of FP8 between the keys that ``after`` holds and the exact ones; infinite if another slot changed.
+
+    - `interleaved`: as ``rope``'s; `ue8m0`: whether scales are powers of two, as ``block_scale``'s. Peers differ there.
+    """
     k, weight, bias = (x.astype(np.float64) for x in (k[rows], norm_weight, norm_bias))
     centred = k - k.mean(axis=1, keepdims=True)
     normal = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-6)
@@ -100,7 +103,7 @@ def index_write(
     keys, scale = unpack_index(after, slots[rows])
     if _index_changed_elsewhere(before, after, slots):
         return float("inf")
-    return half_ulps(keys * scale, exact, "fp8", block_scale(exact, True, 1e-4))
+    return half_ulps(keys * scale, exact, "fp8", block_scale(exact, ue8m0, 1e-4))
 
 
 def _index_changed_elsewhere(before, after, slots) -> bool:
@@ -111,13 +114,15 @@ def _index_changed_elsewhere(before, after, slots) -> bool:
     return bool(changed.any())
 
 
-def index_query(q, weights, cos_sin, positions, q8, out_weights, rows, interleaved: bool = False) -> float:
-    """Half ulps of FP8 between the queries, read back by the scales that the weights carry, and the exact ones."""
+def index_query(q, weights, cos_sin, positions, q8, out_weights, rows, interleaved=False, ue8m0=True) -> float:
+    """Half ulps of FP8 between the queries, read back by the scales that the weights carry, and the exact ones.
+
+    - `interleaved`, `ue8m0`: as ``index_write``'s."""
     exact = rope(q[rows].astype(np.float64), cos_sin, positions[rows], interleaved)
     folded = weights[rows].astype(np.float64) * 128**-0.5 * q.shape[1] ** -0.5
     scale = out_weights[rows] / folded
     back = q8[rows].astype(np.float64) * scale[..., None]
-    return half_ulps(back, exact, "fp8", block_scale(exact, True, 1e-4))
+    return half_ulps(back, exact, "fp8", block_scale(exact, ue8m0, 1e-4))
 
 
 def index_logits(q8, weights, keys, scale, visible, logits) -> float:

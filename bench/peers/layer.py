@@ -10,8 +10,8 @@ def decode(
     heads: int, index_heads: int, selected: int, length: int, page_size: int, softmax_scale: float, error: Check
 ) -> TorchPeer:
     """Of one request of ``length`` tokens in a pool of fp8_656 rows; plans and schedules are made beforehand, as they
-    are once for all layers. ``error`` checks against scales rounded to bf16 and a
-    rotation of neighbours."""
+    are once for all layers. ``error`` checks against scales rounded to bf16 and keys
+    and queries as SGLang makes them."""
 
     def make(torch, shared):
         index_pool, kv_pool, weight, bias, cos_sin, table = shared

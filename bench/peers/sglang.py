@@ -170,7 +170,8 @@ def kv_write(layout: str, kv_scale: float) -> TorchPeer:
 
 def index_write(page_size: int, error: Check | None = None) -> TorchPeer:
     """LayerNorm, rotation, quantisation and the write, in one kernel. It rotates neighbours, 2 i with 2 i + 1, where
-    our case rotates i with i + 32: as much work, and something for ``error`` to know."""
+    our case rotates i with i + 32, and its scales are no powers of two: as much work, and something for ``error`` to know.
+    Keys go through bf16 to fp8."""
 
     def make(torch, shared):
         pool, weight, bias, cos_sin = shared
@@ -192,7 +193,8 @@ def index_write(page_size: int, error: Check | None = None) -> TorchPeer:
 
 
 def index_query(heads: int, error: Check | None = None) -> TorchPeer:
-    """Rotation and quantisation, the scale folded into the weights. It rotates neighbours, as ``index_write`` does."""
+    """Rotation and quantisation, the scale folded into the weights. Rotation and scales are those of its
+    ``index_write``."""
 
     def make(torch, shared):
         (cos_sin,) = shared

@@ -265,8 +265,8 @@ def rotated(x, cos_sin, positions):
     return torch.cat([torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2), x[..., 64:]], dim=-1)
 
 
-def power_of_two_scale(x):
-    return torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)))
+def plain_scale(x):
+    return x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
 
 
 def fused_k_indexer_norm_rope_store(
@@ -280,8 +280,8 @@ def fused_k_indexer_norm_rope_store(
     laid_out(cos_sin_cache, torch.float32, None, 64)
     laid_out(positions, torch.int32, len(k_input))
     normal = torch.nn.functional.layer_norm(k_input.float(), (128,), weight, bias, eps)
-    keys = rotated(normal, cos_sin_cache, positions)
-    scale = power_of_two_scale(keys)
+    keys = rotated(normal, cos_sin_cache, positions).bfloat16().float()
+    scale = plain_scale(keys)
     page, token = out_cache_loc // page_size, out_cache_loc % page_size
     cache[:, : page_size * 128].unflatten(1, (page_size, 128))[page, token] = (keys / scale).to(FP8).view(torch.uint8)
     cache[:, page_size * 128 :].unflatten(1, (page_size, 4))[page, token] = scale.view(torch.uint8)
@@ -293,7 +293,7 @@ def fused_q_indexer_rope_first_quant(q_input, weight, weight_scale, cos_sin_cach
     laid_out(cos_sin_cache, torch.float32, None, 64)
     laid_out(positions, torch.int32, len(q_input))
     q = rotated(q_input.float(), cos_sin_cache, positions)
-    scale = power_of_two_scale(q)
+    scale = plain_scale(q)
     return (q / scale).to(FP8), weight[..., None].float() * weight_scale * scale
 
 
