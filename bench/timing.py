@@ -5,8 +5,8 @@ as the layers of a model stand. All on the wall clock, after a warm-up, from the
 end; and calls go round among inputs that do not fit in a cache together.
 
 A CPU runs one call at a time, to its end. On a GPU the host must not be what is measured. So calls are submitted in
-*programs* of 1, 16 or 64 calls, each waiting for the one before: a compiled program of JAX, which XLA itself submits as
-a CUDA or HIP graph where it holds five kernels or more (``xla_gpu_graph_min_graph_size``,
+*programs* of 1, 4, 16 or 64 calls, each waiting for the one before: a compiled program of JAX, which XLA itself submits
+as a CUDA or HIP graph where it holds five kernels or more (``xla_gpu_graph_min_graph_size``,
 ``xla_gpu_enable_command_buffer``), or a CUDA graph of a peer's calls in torch; a peer that can't be captured is called
 one by one, and its row says so. As many programs as fill a round are queued before the clock is read, so that what
 submitting one costs hides behind the one before. For that a program must be long enough: at least ``PROGRAM_US``, and
@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-PROGRAM_CALLS = (1, 16, 64)  # calls in a program, the fewest that will do
-PROGRAM_US = 100.0
+PROGRAM_CALLS = (1, 4, 16, 64)  # calls in a program, the fewest that will do
+PROGRAM_US = 400.0  # so that the few µs between two programs are lost in it
 LONG_S = 1e-3  # a program that takes so long hides the host whatever that does
 BURST = 8  # programs that are submitted to see how long submitting takes; a queue holds more
 ROUND_S = {"cpu": 0.0, "gpu": 0.01}  # least time between two readings of the clock

@@ -170,8 +170,8 @@ def kv_write(layout: str, kv_scale: float) -> TorchPeer:
 
 def index_write(page_size: int, error: Check | None = None) -> TorchPeer:
     """LayerNorm, rotation, quantisation and the write, in one kernel. It rotates neighbours, 2 i with 2 i + 1, where
-    our case rotates i with i + 32, and its scales are no powers of two: as much work, and something for ``error`` to know.
-    Keys go through bf16 to fp8."""
+    our case rotates i with i + 32, and its scales are no powers of two: as much work, and ``error`` must know it. Keys
+    go through bf16 to fp8."""
 
     def make(torch, shared):
         pool, weight, bias, cos_sin = shared

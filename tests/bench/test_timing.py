@@ -51,7 +51,7 @@ class Runner:
         self.now = max(self.now, self.free)
 
 
-@pytest.mark.parametrize(("device_us", "calls"), [(500, 1), (100, 1), (50, 16), (8, 16), (2, 64), (0.1, 64)])
+@pytest.mark.parametrize(("device_us", "calls"), [(500, 1), (100, 4), (50, 16), (8, 64), (2, 64), (0.1, 64)])
 def test_a_program_is_long_enough_to_hide_the_host(monkeypatch, device_us, calls):
     runner = Runner(monkeypatch, device_us)
     timing.lengthen(runner, timing.PROGRAM_CALLS, "gpu")
