@@ -123,6 +123,8 @@ class TorchRunner:
         self._torch, _ = peers.torch_for(platform)
         self._peer = peer
         self._on_gpu = platform == "gpu"
+        if self._on_gpu:
+            self._torch.cuda.empty_cache()  # what peers before it kept: JAX holds most of the memory
 
         def put(arrays):
             return tuple(peers.to_torch(self._torch, x) for x in arrays)
