@@ -70,3 +70,18 @@ def sparse_mla(rows: int, heads: int, selected: int, distinct: int, row_bytes: i
         distinct * row_bytes + rows * (4 * selected + heads * per_head),
         2 * (576 + 512) * rows * heads * selected,
     )
+
+
+def layer(length: int, heads: int, selected: int, index_heads: int, row_bytes: int) -> Cost:
+    """One token of one request of ``length``: ``index_write``, ``kv_write``, ``index_query``, ``index_logits_paged``,
+    ``select`` and ``sparse_mla``, summed. What one hands to the next counts as written and read, as it is today; one
+    kernel for two of them could do with less."""
+    parts = [
+        index_write(1, 2),
+        kv_write(1, row_bytes, 2),
+        index_query(1, index_heads, 2),
+        index_logits_paged(1, 1, length, length, index_heads),
+        select(1, length, selected),
+        sparse_mla(1, heads, selected, selected, row_bytes, 2),
+    ]
+    return Cost(sum(part.bytes for part in parts), sum(part.flops for part in parts))

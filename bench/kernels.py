@@ -1,83 +1,31 @@
-"""The cases: which op at which shape, its inputs, what it costs, and how its result is checked.
+"""The ops as cases: at a shape, their inputs, what they cost, how a result is checked, and who else does the work.
 
-Shapes: "tiny" for tests; "small" for a CPU, where DSA is tried out; "real" for an accelerator that serves
-DeepSeek-V3.2.
+``bench.sets`` says at which shapes they are measured.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 import jax_mla
-from bench import cost, oracle
-from bench.cost import Cost
-from bench.peers import Peer
-from jax_mla import IndexLayout, kv_layout
+from bench import cost, oracle, peers
+from bench.case import Case, Source
+from bench.peers import aiter, deep_gemm, flash_mla, plain, sglang
+from bench.peers import layer as layer_peers
+from jax_mla import IndexLayout, KVLayout, kv_layout
 
 SOFTMAX_SCALE = 0.1352337788608801  # DeepSeek-V3.2's: 192^-0.5 times mscale²
 PAGES = IndexLayout(page_size=64)
-CHECKED_ROWS = 16  # of a result; all where it has no more
+POSITIONS = 4096  # rows of the rotary table
 REFERENCE_BYTES = 1 << 30  # the reference keeps what an op never would; beyond that it isn't run
-SETS = ("tiny", "small", "real")
-BF16 = ml_dtypes.bfloat16
+BF16 = jnp.bfloat16
 
 HALF_ULPS = ("half ulps", 1.1)
 CALC_DIFF = ("calc_diff", 5e-6)
 WRONG = ("wrong", 0.0)
 BARS = ("of the bars", 1.0)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One op at one shape. Arrays are numpy's here.
-
-    - `shape`: what tells it from the op's other cases.
-    - `operand`: "fp8", "bf16" or "f32", what its matrix products multiply.
-    - `shared`: ``rng → arrays`` that all calls have in common, the donated pool first where ``donated``.
-    - `varied`: ``rng → arrays`` that differ from call to call.
-    - `call`: ``(implementation, shared, varied) → outputs``, the op itself.
-    - `error`: ``(shared, varied, outputs, rows) → number`` in the unit of `metric`, whose second part is its bound; of
-      a donated pool, `shared` holds what was in it before.
-    - `rows`: rows of the result, from which those checked are drawn.
-    - `refused`: implementation → why it is not run at this shape.
-    - `peers`: by name, what else does the same work; checked by `peer_error`.
-    """
-
-    op: str
-    shape: Mapping[str, int | str]
-    operand: str
-    cost: Cost
-    shared: Callable[[np.random.Generator], tuple]
-    varied: Callable[[np.random.Generator], tuple]
-    call: Callable[[Any, Any, Any], Any]
-    error: Callable[[Any, Any, Any, np.ndarray], float]
-    metric: tuple[str, float]
-    rows: int
-    donated: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
-    peers: Mapping[str, Peer] = field(default_factory=dict)
-    peer_error: Callable[[Any, Any, Any, np.ndarray], float] | None = None
-
-    @property
-    def label(self) -> str:
-        return " ".join(f"{name} {value}" for name, value in self.shape.items())
-
-
-def _normal(rng, shape, dtype=np.float32):
-    return rng.standard_normal(shape, np.float32).astype(dtype)
-
-
-def _bytes(rng, rows: int, columns: int):
-    """Random bytes; a multiple of 8 in all."""
-    return rng.integers(0, 2**64, rows * columns // 8, np.uint64).view(np.uint8).reshape(rows, columns)
-
-
-def _angles(positions: int):
-    return np.asarray(jax_mla.cos_sin_table(positions))
+SGLANG_INDEX = dict(interleaved=True, ue8m0=False)  # how its index kernels differ from our cases
 
 
 def _too_large(what: str, size: int) -> dict[str, str]:
@@ -98,8 +46,8 @@ def quantize(tokens: int, columns: int) -> Case:
         shape=dict(T=tokens, N=columns),
         operand="bf16",
         cost=cost.quantize(tokens, columns, 2),
-        shared=lambda rng: (),
-        varied=lambda rng: (_normal(rng, (tokens, columns), BF16),),
+        shared=lambda source: (),
+        varied=lambda source: (source.normal(tokens, columns, dtype=BF16),),
         call=call,
         error=error,
         metric=HALF_ULPS,
@@ -107,133 +55,148 @@ def quantize(tokens: int, columns: int) -> Case:
     )
 
 
-def index_write(tokens: int, slots: int) -> Case:
-    positions = 4096
+def _index_pool(source: Source, pages: int):
+    """Keys from -2 to 2 with scales of 1."""
+    keys = source.bytes(pages, PAGES.page_size * 128) & np.uint8(0xBF)  # no NaN
+    one = jnp.asarray(np.full(PAGES.page_size, 1.0, np.float32).view(np.uint8))
+    return jnp.concatenate([keys, jnp.broadcast_to(one, (pages, one.size))], axis=1)
 
+
+def _norm(source: Source):
+    """LayerNorm's weight and bias, and the rotary table."""
+    table = jax_mla.cos_sin_table(POSITIONS)
+    return 1 + 0.1 * source.normal(128), 0.1 * source.normal(128), table
+
+
+def _pack_keys(k, weight, bias, cos_sin, position):
+    """torch: the bytes of keys and of scales, made by ``jax_mla.index_pack``."""
+    import torch
+
+    arrays = (jnp.asarray(peers.to_numpy(torch, x)) for x in (k, weight, bias, cos_sin, position))
+    packed = peers.to_torch(torch, jax_mla.index_pack(*arrays, layout=PAGES))
+    return packed[:, :128].contiguous(), packed[:, 128:].contiguous()
+
+
+def index_write(tokens: int, slots: int) -> Case:
     def call(impl, shared, varied):
         (pool, weight, bias, cos_sin), (at, k, position) = shared, varied
         return jax_mla.index_write(pool, at, k, weight, bias, cos_sin, position, layout=PAGES, implementation=impl)
 
-    def error(shared, varied, out, rows):
+    def error(shared, varied, out, rows, **how):
         (pool, weight, bias, cos_sin), (at, k, position) = shared, varied
-        return oracle.index_write(pool, out, at, k, weight, bias, cos_sin, position, rows)
+        return oracle.index_write(pool, out, at, k, weight, bias, cos_sin, position, rows, **how)
 
     return Case(
         op="index_write",
         shape=dict(T=tokens, page=PAGES.page_size),
         operand="bf16",
         cost=cost.index_write(tokens, 2),
-        shared=lambda rng: (
-            _bytes(rng, slots // PAGES.page_size, PAGES.page_bytes),
-            1 + 0.1 * _normal(rng, 128),
-            0.1 * _normal(rng, 128),
-            _angles(positions),
-        ),
-        varied=lambda rng: (
-            1 + rng.choice(slots - 1, tokens, replace=False).astype(np.int32),
-            _normal(rng, (tokens, 128), BF16),
-            rng.integers(0, positions, tokens, np.int32),
+        shared=lambda source: (source.bytes(slots // PAGES.page_size, PAGES.page_bytes), *_norm(source)),
+        varied=lambda source: (
+            1 + source.choose(slots - 1, tokens),
+            source.normal(tokens, 128, dtype=BF16),
+            source.integers(POSITIONS, tokens),
         ),
         call=call,
         error=error,
         metric=HALF_ULPS,
         rows=tokens,
-        donated=True,
+        donated=1,
         refused={"reference": f"it unrolls {tokens} tokens"} if tokens > 16 else {},
+        peers={
+            "SGLang": sglang.index_write(PAGES.page_size, partial(error, **SGLANG_INDEX)),
+            "torch.index_put_, packed before": plain.put_keys(_pack_keys, PAGES.page_size),
+            "torch.copy_ of as many bytes": plain.copy(tokens, 132),
+        },
     )
 
 
 def index_query(tokens: int, heads: int = 64) -> Case:
-    positions = 4096
-
     def call(impl, shared, varied):
         (cos_sin,), (q, weights, position) = shared, varied
         return jax_mla.index_query(q, weights, cos_sin, position, implementation=impl)
 
-    def error(shared, varied, out, rows):
+    def error(shared, varied, out, rows, **how):
         (cos_sin,), (q, weights, position), (q8, folded) = shared, varied, out
-        return oracle.index_query(q, weights, cos_sin, position, q8, folded, rows)
+        return oracle.index_query(q, weights, cos_sin, position, q8, folded, rows, **how)
 
     return Case(
         op="index_query",
         shape=dict(T=tokens, Hi=heads),
         operand="bf16",
         cost=cost.index_query(tokens, heads, 2),
-        shared=lambda rng: (_angles(positions),),
-        varied=lambda rng: (
-            _normal(rng, (tokens, heads, 128), BF16),
-            rng.uniform(0.5, 1.5, (tokens, heads)).astype(BF16),
-            rng.integers(0, positions, tokens, np.int32),
+        shared=lambda source: (jax_mla.cos_sin_table(POSITIONS),),
+        varied=lambda source: (
+            source.normal(tokens, heads, 128, dtype=BF16),
+            source.uniform(0.5, 1.5, tokens, heads, dtype=BF16),
+            source.integers(POSITIONS, tokens),
         ),
         call=call,
         error=error,
         metric=HALF_ULPS,
         rows=tokens,
+        peers={"SGLang": sglang.index_query(heads, partial(error, **SGLANG_INDEX))},
     )
 
 
-def _queries(rng, rows, heads):
+def _queries(source: Source, rows: int, heads: int):
     """FP8 queries and weights such as ``index_query`` gives."""
-    weights = rng.uniform(0, 2, (rows, heads)).astype(np.float32) * 2.0**-8 * 128**-0.5 * heads**-0.5
-    return (64 * _normal(rng, (rows, heads, 128))).clip(-448, 448).astype(oracle.FP8), weights.astype(np.float32)
+    return source.fp8(rows, heads, 128), source.uniform(0, 2 * 2.0**-8 * 128**-0.5 * heads**-0.5, rows, heads)
 
 
 def index_logits_ragged(rows: int, keys: int, heads: int = 64) -> Case:
     """The last ``rows`` tokens of one request of ``keys``, causal."""
-    starts = np.zeros(rows, np.int32)
     ends = np.arange(keys - rows + 1, keys + 1, dtype=np.int32)
 
-    def varied(rng):
-        k8 = (64 * _normal(rng, (keys, 128))).clip(-448, 448).astype(oracle.FP8)
-        return *_queries(rng, rows, heads), k8, np.full(keys, 2.0**-6, np.float32), starts, ends
+    def varied(source):
+        k8, k_scale = source.fp8(keys, 128), jnp.full(keys, 2.0**-6)
+        return *_queries(source, rows, heads), k8, k_scale, jnp.zeros(rows, jnp.int32), jnp.asarray(ends)
 
     def call(impl, shared, varied):
         q8, weights, k8, k_scale, starts, ends = varied
         return jax_mla.index_logits_ragged(q8, weights, k8, k_scale, starts, ends, implementation=impl)
 
-    def error(shared, varied, out, chosen):
+    def error(shared, varied, out, chosen, only_visible=False):
         q8, weights, k8, k_scale, _, ends = varied
         visible = np.arange(keys) < ends[chosen, None]
+        got = np.where(visible, out[chosen], -np.inf) if only_visible else out[chosen]
         k = k8.astype(np.float64)[None]
-        return oracle.index_logits(q8[chosen], weights[chosen], k, k_scale[None], visible, out[chosen])
+        return oracle.index_logits(q8[chosen], weights[chosen], k, k_scale[None], visible, got)
 
+    only_visible = partial(error, only_visible=True)
     return Case(
         op="index_logits_ragged",
         shape=dict(T=rows, S=keys, Hi=heads),
         operand="fp8",
         cost=cost.index_logits_ragged(rows, keys, heads, int(ends.sum())),
-        shared=lambda rng: (),
+        shared=lambda source: (),
         varied=varied,
         call=call,
         error=error,
         metric=CALC_DIFF,
         rows=rows,
         refused=_too_large("it makes products", 4 * rows * heads * keys),
+        peers={"DeepGEMM": deep_gemm.ragged(only_visible), "aiter Triton": aiter.ragged(only_visible)},
     )
 
 
 def index_logits_paged(requests: int, length: int, next_n: int = 1, heads: int = 64, pool_bytes: int = 0) -> Case:
     """``requests`` of ``length`` tokens, out of as many as fill a pool of ``pool_bytes``; its pages in no order."""
     held = max(requests, pool_bytes // (length * 132))
-    pages = length // 64
 
-    def shared(rng):
-        pool = _bytes(rng, 1 + held * pages, PAGES.page_bytes)
-        pool[:, :8192] &= 0xBF  # keys from -2 to 2: no NaN
-        pool[:, 8192:] = np.full((len(pool), 64), 1.0, np.float32).view(np.uint8)
-        first = (1 + rng.permutation(held * pages)).reshape(held, pages, 1) * 64
-        return pool, (first + np.arange(64)).reshape(held, length).astype(np.int32)
+    def shared(source):
+        return _index_pool(source, 1 + held * length // 64), _table(source, held, length)
 
-    def varied(rng):
-        which = rng.choice(held, requests, replace=False).astype(np.int32)
-        return *_queries(rng, requests * next_n, heads), which, np.full(requests, length, np.int32)
+    def varied(source):
+        which = source.choose(held, requests)
+        return *_queries(source, requests * next_n, heads), which, jnp.full(requests, length, jnp.int32)
 
     def call(impl, shared, varied):
         (pool, table), (q8, weights, which, lengths) = shared, varied
         static = dict(layout=PAGES, max_len=length, next_n=next_n, implementation=impl)
         return jax_mla.index_logits_paged(q8, weights, pool, table, which, lengths, **static)
 
-    def error(shared, varied, out, chosen):
+    def error(shared, varied, out, chosen, only_visible=False):
         (pool, table), (q8, weights, which, lengths) = shared, varied
         worst = 0.0
         for t in chosen:
@@ -241,8 +204,8 @@ def index_logits_paged(requests: int, length: int, next_n: int = 1, heads: int =
             k, scale = oracle.unpack_index(pool, table[which[b]])
             visible = np.arange(length)[None] < lengths[b] - next_n + i + 1
             row = [t]
-            diff = oracle.index_logits(q8[row], weights[row], k[None], scale[None, :, 0], visible, out[row])
-            worst = max(worst, diff)
+            got = np.where(visible, out[row], -np.inf) if only_visible else out[row]
+            worst = max(worst, oracle.index_logits(q8[row], weights[row], k[None], scale[None, :, 0], visible, got))
         return worst
 
     return Case(
@@ -256,7 +219,14 @@ def index_logits_paged(requests: int, length: int, next_n: int = 1, heads: int =
         error=error,
         metric=CALC_DIFF,
         rows=requests * next_n,
+        peers={"DeepGEMM": deep_gemm.paged(next_n, length, partial(error, only_visible=True))},
     )
+
+
+def _table(source: Source, requests: int, length: int):
+    """int32 ``[requests, length]``: slots, by pages in no order; page 0 is no one's."""
+    first = (1 + source.permutation(requests * length // 64)).reshape(requests, length // 64, 1) * 64
+    return (first + jnp.arange(64, dtype=jnp.int32)).reshape(requests, length)
 
 
 def select(rows: int, window: int, k: int = 2048) -> Case:
@@ -266,22 +236,26 @@ def select(rows: int, window: int, k: int = 2048) -> Case:
         logits, lengths = varied
         return jax_mla.select(logits, lengths, k, implementation=impl)
 
+    def values(shared, varied, out, chosen):
+        return oracle.select_values(varied[0], k, out, chosen)
+
     return Case(
         op="select",
         shape=dict(T=rows, S=window, k=k),
         operand="f32",
         cost=cost.select(rows, window, k),
-        shared=lambda rng: (),
-        varied=lambda rng: (_normal(rng, (rows, window)), np.full(rows, window, np.int32)),
+        shared=lambda source: (),
+        varied=lambda source: (source.normal(rows, window), jnp.full(rows, window, jnp.int32)),
         call=call,
         error=lambda shared, varied, out, chosen: oracle.select(varied[0], k, out, chosen),
         metric=WRONG,
         rows=rows,
         peers={
-            "lax.top_k": Peer("jax", lambda jax, shared, varied: jax.lax.top_k(varied[0], k)[1]),
-            "torch.topk": Peer("torch", lambda torch, shared, varied: torch.topk(varied[0], k, sorted=False).indices),
+            "SGLang topk_v2": sglang.topk_v2(k, values),
+            "SGLang fast_topk": sglang.fast_topk(k, values),
+            "lax.top_k": plain.lax_top_k(k, values),
+            "torch.topk": plain.torch_topk(k, values),
         },
-        peer_error=lambda shared, varied, out, chosen: oracle.select_values(varied[0], k, out, chosen),
     )
 
 
@@ -289,8 +263,25 @@ def _kv_scale(layout: str) -> float:
     return 2.0**-5 if layout == "fp8_576" else 1.0
 
 
+def _kv_rows(kv: KVLayout, kv_scale: float):
+    def pack(nope, rope):
+        """torch: rows made by ``jax_mla.kv_pack``."""
+        import torch
+
+        arrays = (jnp.asarray(peers.to_numpy(torch, x)) for x in (nope, rope))
+        rows = jax_mla.kv_pack(*arrays, layout=kv, kv_scale=kv_scale)
+        return peers.to_torch(torch, rows)
+
+    return pack
+
+
 def kv_write(tokens: int, layout: str, slots: int) -> Case:
     kv, kv_scale = kv_layout(layout), _kv_scale(layout)
+
+    def shared(source):
+        if layout == "bf16":
+            return (source.normal(slots, kv.row_elements, dtype=BF16),)
+        return (source.bytes(slots, kv.row_bytes),)
 
     def call(impl, shared, varied):
         (pool,), (at, nope, rope) = shared, varied
@@ -305,125 +296,156 @@ def kv_write(tokens: int, layout: str, slots: int) -> Case:
         shape=dict(T=tokens, layout=layout),
         operand="bf16",
         cost=cost.kv_write(tokens, kv.row_bytes, 2),
-        shared=lambda rng: (_bytes(rng, slots, kv.row_bytes).view(kv.dtype),),
-        varied=lambda rng: (
-            1 + rng.choice(slots - 1, tokens, replace=False).astype(np.int32),
-            _normal(rng, (tokens, 512), BF16),
-            _normal(rng, (tokens, 64), BF16),
+        shared=shared,
+        varied=lambda source: (
+            1 + source.choose(slots - 1, tokens),
+            source.normal(tokens, 512, dtype=BF16),
+            source.normal(tokens, 64, dtype=BF16),
         ),
         call=call,
         error=error,
         metric=HALF_ULPS,
         rows=tokens,
-        donated=True,
+        donated=1,
+        peers={
+            "SGLang": sglang.kv_write(layout, kv_scale),
+            "torch.index_put_, packed before": plain.put_rows(_kv_rows(kv, kv_scale)),
+            "torch.copy_ of as many bytes": plain.copy(tokens, kv.row_bytes),
+        },
     )
+
+
+def _kv_pool(source: Source, slots: int, kv: KVLayout, kv_scale: float):
+    """``slots`` rows, of a few thousand different ones."""
+    k = source.normal(min(slots, 4096), 576)
+    packed = jax_mla.kv_pack(k[:, :512], k[:, 512:], layout=kv, kv_scale=kv_scale)
+    return packed[source.integers(len(packed), slots)]
+
+
+def _attention_queries(source: Source, rows: int, heads: int):
+    q = source.normal(rows, heads, 576, dtype=BF16) * BF16(0.2)
+    return q[..., :512], q[..., 512:]
+
+
+def _sparse_mla_peers(rows: int, heads: int, layout: str, kv_scale: float, error) -> dict[str, peers.Peer]:
+    """Decode's kernels for the fp8 layouts; for bf16, prefill's."""
+    if layout == "fp8_656":
+        return {flash_mla.label(heads): flash_mla.decode(heads, SOFTMAX_SCALE, partial(error, scale="bf16"))}
+    if layout == "fp8_576":
+        rounds_more = partial(error, difference_only=True)
+        return {"SGLang Triton": sglang.triton_decode(layout, SOFTMAX_SCALE, kv_scale, rounds_more)}
+    found: dict[str, peers.Peer] = {flash_mla.label(heads): flash_mla.prefill(heads, SOFTMAX_SCALE)}
+    if rows < 1024:
+        found["SGLang Triton"] = sglang.triton_decode(layout, SOFTMAX_SCALE, 1.0, None)
+    else:
+        found["SGLang Triton"] = sglang.triton_prefill(SOFTMAX_SCALE)
+    return found | {"TileLang": sglang.tilelang(SOFTMAX_SCALE)}
 
 
 def sparse_mla(rows: int, heads: int, selected: int, layout: str, slots: int) -> Case:
     """Each row reads ``selected`` slots of its own while there are any left, as different requests do."""
     kv, kv_scale = kv_layout(layout), _kv_scale(layout)
 
-    def shared(rng):
-        k = jnp.asarray(_normal(rng, (min(slots, 4096), 576)))
-        packed = np.asarray(jax_mla.kv_pack(k[:, :512], k[:, 512:], layout=kv, kv_scale=kv_scale))
-        return (packed[rng.integers(0, len(packed), slots)],)
-
-    def varied(rng):
-        if rows * selected <= slots:
-            which = rng.permutation(slots)[: rows * selected].reshape(rows, selected)
-        else:
-            which = np.stack([rng.choice(slots, selected, replace=False) for _ in range(rows)])
-        q = 0.2 * _normal(rng, (rows, heads, 576))
-        return q[..., :512].astype(BF16), q[..., 512:].astype(BF16), which.astype(np.int32)
+    def varied(source):
+        return *_attention_queries(source, rows, heads), source.choose_rows(slots, rows, selected)
 
     def call(impl, shared, varied):
         (pool,), (nope, rope, which) = shared, varied
         static = dict(layout=kv, softmax_scale=SOFTMAX_SCALE, kv_scale=kv_scale, implementation=impl)
         return jax_mla.sparse_mla(nope, rope, pool, which, **static)
 
-    def error(shared, varied, out, chosen):
+    def error(shared, varied, out, chosen, **how):
         (pool,), (nope, rope, which), (got, lse) = shared, varied, out
-        return oracle.sparse_mla(nope, rope, pool, which, layout, kv_scale, SOFTMAX_SCALE, got, lse, chosen)
+        return oracle.sparse_mla(nope, rope, pool, which, layout, kv_scale, SOFTMAX_SCALE, got, lse, chosen, **how)
 
     return Case(
         op="sparse_mla",
         shape=dict(T=rows, H=heads, K=selected, N=slots, layout=layout),
         operand="bf16",
         cost=cost.sparse_mla(rows, heads, selected, min(rows * selected, slots), kv.row_bytes, 2),
-        shared=shared,
+        shared=lambda source: (_kv_pool(source, slots, kv, kv_scale),),
         varied=varied,
         call=call,
         error=error,
         metric=BARS,
         rows=rows,
         refused=_too_large("it gathers rows", 4 * 576 * rows * selected),
+        peers=_sparse_mla_peers(rows, heads, layout, kv_scale, error),
     )
 
 
-LAYOUTS = ("bf16", "fp8_656", "fp8_576")
+def layer(length: int, heads: int, selected: int, layout: str, slots: int, index_heads: int = 64) -> Case:
+    """A layer's whole attention in decode, one request of ``length`` tokens, the newest of which is written first: all
+    that ``jax_mla.attention`` lists. Different requests of the pools take turns.
 
+    The check is each part's own: bytes written, queries, selection and result, of which the later take what the earlier
+    gave.
+    """
+    kv, kv_scale = kv_layout(layout), _kv_scale(layout)
+    held = slots // length
 
-def _tiny() -> list[Case]:
-    return [
-        quantize(4, 256),
-        index_write(3, 256),
-        index_query(3, 8),
-        index_logits_ragged(4, 96, 8),
-        index_logits_paged(2, 128, 2, 8),
-        select(3, 200, 16),
-        *(kv_write(3, layout, 64) for layout in LAYOUTS),
-        *(sparse_mla(2, 3, 16, layout, 64) for layout in LAYOUTS),
-    ]
+    def shared(source):
+        pages = 1 + held * length // 64
+        pools = _index_pool(source, pages), _kv_pool(source, pages * 64, kv, kv_scale)
+        return *pools, *_norm(source), _table(source, held, length)
 
+    def varied(source):
+        which, position = source.choose(held, 1), source.integers(POSITIONS, 1)
+        index = source.normal(1, 128, dtype=BF16), source.normal(1, index_heads, 128, dtype=BF16)
+        weights = source.uniform(0.5, 1.5, 1, index_heads, dtype=BF16)
+        latent = source.normal(1, 512, dtype=BF16), source.normal(1, 64, dtype=BF16)
+        queries = _attention_queries(source, 1, heads)
+        return which, position, *index, weights, *latent, *queries, jnp.full(1, length, jnp.int32)
 
-def _small() -> list[Case]:
-    return [
-        quantize(2048, 7168),
-        index_write(1, 1 << 16),
-        index_write(512, 1 << 16),
-        index_query(8),
-        index_query(512),
-        index_logits_ragged(256, 4096),
-        index_logits_paged(1, 4096, pool_bytes=64 << 20),
-        index_logits_paged(8, 4096, pool_bytes=64 << 20),
-        index_logits_paged(4, 4096, 2, pool_bytes=64 << 20),
-        select(1, 16384),
-        select(64, 8192),
-        *(kv_write(tokens, layout, 1 << 16) for tokens in (1, 512) for layout in LAYOUTS),
-        *(sparse_mla(8, 16, 2048, layout, 1 << 16) for layout in LAYOUTS),
-        sparse_mla(64, 16, 512, "bf16", 4096),
-    ]
+    def call(impl, shared, varied):
+        index_pool, kv_pool, norm_weight, norm_bias, cos_sin, table = shared
+        which, position, k, q, weights, nope, rope, q_nope, q_rope, lengths = varied
+        at = table[which, length - 1]
+        rotary = cos_sin, position
+        index_pool = jax_mla.index_write(
+            index_pool, at, k, norm_weight, norm_bias, *rotary, layout=PAGES, implementation=impl
+        )
+        kv_pool = jax_mla.kv_write(kv_pool, at, nope, rope, layout=kv, kv_scale=kv_scale, implementation=impl)
+        q8, folded = jax_mla.index_query(q, weights, *rotary, implementation=impl)
+        static = dict(k=selected, layout=PAGES, max_len=length, implementation=impl)
+        chosen = jax_mla.topk_decode(q8, folded, index_pool, table, which, lengths, **static)
+        static = dict(layout=kv, softmax_scale=SOFTMAX_SCALE, kv_scale=kv_scale, implementation=impl)
+        out, lse = jax_mla.sparse_mla(q_nope, q_rope, kv_pool, chosen, **static)
+        return index_pool, kv_pool, q8, folded, chosen, out, lse
 
+    def error(shared, varied, out, rows, scale="f32", **how):
+        index_before, kv_before, norm_weight, norm_bias, cos_sin, table = shared
+        which, position, k, q, weights, nope, rope, q_nope, q_rope, _ = varied
+        index_pool, kv_pool, q8, folded, chosen, got, lse = out
+        slots_of = table[which[0]]
+        at = slots_of[-1:]
+        norm = norm_weight, norm_bias
+        written = oracle.index_write(index_before, index_pool, at, k, *norm, cos_sin, position, rows, **how)
+        bound = HALF_ULPS[1]
+        parts = [
+            written / bound,
+            oracle.kv_write(kv_before, kv_pool, at, nope, rope, layout, kv_scale, rows) / bound,
+            oracle.index_query(q, weights, cos_sin, position, q8, folded, rows, **how) / bound,
+            oracle.selection(q8[0], folded[0], index_pool, slots_of, chosen[0]),
+            oracle.sparse_mla(
+                q_nope, q_rope, kv_pool, chosen, layout, kv_scale, SOFTMAX_SCALE, got, lse, rows, scale=scale
+            ),
+        ]
+        return max(parts, key=lambda part: part if np.isfinite(part) else np.inf)
 
-def _real() -> list[Case]:
-    pool = 1 << 29
-    return [
-        quantize(8192, 7168),
-        index_write(1, 1 << 20),
-        index_write(8192, 1 << 20),
-        index_query(64),
-        index_query(4096),
-        index_logits_ragged(4096, 8192),
-        index_logits_ragged(4096, 32768),
-        index_logits_paged(1, 65536, pool_bytes=pool),
-        index_logits_paged(64, 8192, pool_bytes=pool),
-        index_logits_paged(64, 65536),
-        index_logits_paged(64, 65536, 2),
-        select(1, 65536),
-        select(64, 65536),
-        select(128, 32768),
-        select(4096, 32768),
-        *(kv_write(tokens, layout, 1 << 18) for tokens in (1, 8192) for layout in LAYOUTS),
-        *(sparse_mla(rows, 16, 2048, "fp8_656", 1 << 19) for rows in (1, 64, 128)),
-        *(sparse_mla(128, 16, 2048, layout, 1 << 19) for layout in ("bf16", "fp8_576")),
-        *(sparse_mla(128, 128, 2048, layout, 1 << 19) for layout in ("fp8_656", "fp8_576")),
-        *(sparse_mla(4096, heads, 2048, "bf16", 1 << 15) for heads in (16, 128)),
-    ]
-
-
-def cases(shapes: str) -> list[Case]:
-    """All cases of "tiny", "small" or "real"."""
-    return {"tiny": _tiny, "small": _small, "real": _real}[shapes]()
-
-
-OPS = tuple(dict.fromkeys(case.op for case in _tiny()))
+    static = heads, index_heads, selected, length, PAGES.page_size, SOFTMAX_SCALE
+    rounded = layer_peers.decode(*static, partial(error, scale="bf16", **SGLANG_INDEX))
+    return Case(
+        op="layer",
+        shape=dict(B=1, S=length, H=heads, K=selected, layout=layout),
+        operand="fp8",
+        cost=cost.layer(length, heads, selected, index_heads, kv.row_bytes),
+        shared=shared,
+        varied=varied,
+        call=call,
+        error=error,
+        metric=BARS,
+        rows=1,
+        donated=2,
+        peers={"SGLang, DeepGEMM, FlashMLA": rounded} if layout == "fp8_656" else {},
+    )

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from bench.case import label
+
 RESULTS = Path(__file__).parent / "results"
 
 SLACK = {"gpu": 1.10, "cpu": 3.0}
@@ -35,6 +37,8 @@ class Row:
     - `date`: UTC. `shapes`: the set that `op` at `shape` is from. `peer`: whether another library did it.
     - `time`: of a call, in µs: median_us, p10_us, p90_us, rounds, calls_a_round.
     - `error`: in the unit of `metric`, at most `bound`.
+    - `part`: whether a peer does only a part of the op's work, as a copy of as many bytes does.
+    - `versions`: of the packages that a peer comes from; null for ours, and of peers measured before these were kept.
     - `bytes`, `flops`: what a call has to do (``bench.cost``).
     - `roofline`: of this run: copy_gb_s, product_gflop_s by dtype; the least time_us of this row, and its limit,
       "memory" or "product".
@@ -53,6 +57,8 @@ class Row:
     shape: dict[str, int | str]
     implementation: str
     peer: bool
+    part: bool
+    versions: dict[str, str] | None
     time: dict[str, float]
     error: float
     metric: str
@@ -74,13 +80,13 @@ class Row:
 
     @property
     def label(self) -> str:
-        return f"{self.op} ({' '.join(f'{k} {v}' for k, v in self.shape.items())}), {self.implementation}"
+        return f"{self.op} ({label(self.shape)}), {self.implementation}"
 
 
 def row_of(context: dict[str, Any], shapes: str, case, outcome, roofline) -> Row:
     """The row of a case's outcome that was timed. `context`: from ``context_of``."""
     least, limit = roofline.time_us(case.cost, case.operand)
-    metric, bound = case.metric
+    metric, bound = outcome.metric
     return Row(
         **context,
         shapes=shapes,
@@ -88,6 +94,8 @@ def row_of(context: dict[str, Any], shapes: str, case, outcome, roofline) -> Row
         shape=dict(case.shape),
         implementation=outcome.implementation,
         peer=outcome.peer,
+        part=outcome.part,
+        versions=outcome.versions,
         time=asdict(outcome.time),
         error=outcome.error,
         metric=metric,
@@ -170,13 +178,12 @@ def save(path: Path, rows: Sequence[Row]) -> None:
 def compare(rows: Sequence[Row], baseline: Sequence[Row], slack: float) -> list[str]:
     """What is slower than the baseline by more than ``slack`` times, or was measured there and not now, in words.
 
-    Of the baseline counts what is of the same shapes and ops as ``rows``. Peers are not ours to check.
+    - `baseline`: of the cases that were asked for now. Peers are not ours to check.
     """
     now = {row.key: row for row in rows}
-    ops = {(row.shapes, row.op) for row in rows}
     faults = []
     for old in baseline:
-        if old.peer or (old.shapes, old.op) not in ops:
+        if old.peer:
             continue
         new = now.get(old.key)
         if new is None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,19 +10,22 @@ import jax
 import numpy as np
 from jax import lax
 
-from bench import timing
-from bench.kernels import CHECKED_ROWS, Case
-from bench.peers import Missing, Peer, torch_for
+from bench import peers, timing
+from bench.case import Case, Source
+from bench.peers import JaxPeer, Missing, Peer, TorchPeer
 from bench.timing import Time
 
 IMPLEMENTATIONS = {"cpu": ("xla", "reference"), "gpu": ("pallas", "xla", "reference")}
+CHECKED_ROWS = 16  # of a result; all where it has no more
 MAX_SETS = 256  # of inputs
+MAX_GRAPHS = 16
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of one implementation at one case. `time` is None where it was not timed, and `why` then says why
-    not; `failed` is whether that is a fault, as a wrong result is."""
+    not; `failed` is whether that is a fault, as a wrong result is. `metric`: of `error`, and its bound. `versions`: of
+    the packages a peer comes from. `part`: whether it is a peer that does only a part of the op's work."""
 
     implementation: str
     peer: bool
@@ -30,22 +33,30 @@ class Outcome:
     error: float | None = None
     why: str = ""
     failed: bool = False
+    metric: tuple[str, float] = ("", 0.0)
+    versions: dict[str, str] | None = field(default=None)
+    part: bool = False
 
 
 class Inputs:
     """A case's inputs on JAX's default device, and in numpy those of the first call.
 
-    `varied` are so many that what the calls move, counted as the case's cost counts it, is twice what a cache holds.
+    `varied` are so many that what the calls move, counted as the case's cost counts it, is twice what a cache holds;
+    but no more than ``MAX_SETS``, so calls that move less than some 2 MB may find inputs in the cache, as they do in a
+    model, where the op before has just written them. Pools are too large for a cache in any case.
     """
 
     def __init__(self, case: Case, platform: str, seed: int):
-        rng = np.random.default_rng(seed)
+        source = Source(seed)
         sets = math.ceil(2 * timing.CACHE_BYTES[platform] / case.cost.bytes)
-        shared = case.shared(rng)
-        varied = [case.varied(rng) for _ in range(min(max(2, sets), MAX_SETS))]
-        self.first = shared, varied[0]
-        self.rows = rng.choice(case.rows, min(case.rows, CHECKED_ROWS), replace=False)
-        self.shared, self.varied = jax.device_put((shared, varied))
+        self.shared = case.shared(source)
+        self.varied = [case.varied(source) for _ in range(min(max(2, sets), MAX_SETS))]
+        self.first: tuple[tuple, tuple] = jax.device_get((self.shared, self.varied[0]))
+        self.rows = np.random.default_rng(seed).choice(case.rows, min(case.rows, CHECKED_ROWS), replace=False)
+
+    def group(self, first: int, calls: int) -> list[tuple]:
+        """The inputs of ``calls`` calls from the ``first`` on."""
+        return [self.varied[(first + j) % len(self.varied)] for j in range(calls)]
 
 
 class JaxRunner:
@@ -58,62 +69,112 @@ class JaxRunner:
 
     def __init__(self, case: Case, inputs: Inputs, call: Callable[[tuple, tuple], Any]):
         self.inputs = inputs
-        donated = 1 if case.donated else 0
+        donated = case.donated
+        only_pool = donated == 1
 
         def program(pools, shared, group):
             outputs = []
             for varied in group:
-                if outputs and not donated:  # one after the other, as they are where each writes the pool
+                if outputs and not only_pool:  # one after the other, as they are where all they give is a pool
                     varied, _ = lax.optimization_barrier((varied, outputs[-1]))
-                outputs.append(call((*pools, *shared), varied))
+                result = call((*pools, *shared), varied)
                 if donated:
-                    pools = (outputs.pop(),)
-            return pools if donated else outputs
+                    result = result if isinstance(result, tuple) else (result,)
+                    pools, result = result[:donated], result[donated:]
+                outputs.append(result)  # nothing where there is but a pool
+            return pools, outputs
 
         self._program = jax.jit(program, donate_argnums=0)
         self._pools, self._shared = inputs.shared[:donated], inputs.shared[donated:]
-        self._donated = bool(donated)
+        self._donated = donated
 
-    def _group(self, first: int) -> tuple:
-        sets = self.inputs.varied
-        return tuple(sets[(first + j) % len(sets)] for j in range(self.calls))
+    def repeat(self, calls: int) -> None:
+        """From now on so many calls in a program."""
+        self.calls = calls
 
     def output(self):
         """What the first call gives, in numpy."""
-        out = self._program(jax.tree.map(lambda x: x.copy(), self._pools), self._shared, (self.inputs.varied[0],))
-        return jax.tree.map(np.asarray, out[0])
+        pools, (out,) = self._program(self._copies(), self._shared, [self.inputs.varied[0]])
+        if not self._donated:
+            return jax.device_get(out)
+        return jax.device_get((*pools, *out) if out else pools[0])
+
+    def _copies(self) -> tuple:
+        return jax.tree.map(lambda x: x.copy(), self._pools)
 
     def start(self, i: int):
-        if not self._donated:
-            return self._program((), self._shared, self._group(i * self.calls))
-        if i == 0:
-            self._pools = jax.tree.map(lambda x: x.copy(), self._pools)  # the inputs stay for others
-        self._pools = self._program(self._pools, self._shared, self._group(i * self.calls))
-        return self._pools
+        if i == 0 and self._donated:
+            self._pools = self._copies()  # the inputs stay for others
+        group = self.inputs.group(i * self.calls, self.calls)
+        self._pools, outputs = self._program(self._pools, self._shared, group)
+        return self._pools, outputs
 
     wait = staticmethod(jax.block_until_ready)
 
 
 class TorchRunner:
-    """Runs a peer of PyTorch, call by call."""
+    """Runs a peer of PyTorch: on a GPU in CUDA graphs of `calls` calls one after another, which stand beside the
+    programs of ``JaxRunner``; on a CPU, and where a peer can't be captured, call by call."""
 
     calls = 1
+    captured = True
 
-    def __init__(self, case: Case, inputs: Inputs, platform: str, peer: Peer):
-        self._torch, device = torch_for(platform)
+    def __init__(self, case: Case, inputs: Inputs, platform: str, peer: TorchPeer):
+        self._torch, _ = peers.torch_for(platform)
         self._peer = peer
+        self._on_gpu = platform == "gpu"
+        if self._on_gpu:
+            self._torch.cuda.empty_cache()  # what peers before it kept: JAX holds most of the memory
 
         def put(arrays):
-            return tuple(self._torch.from_numpy(np.array(x)).to(device) for x in arrays)
+            return tuple(peers.to_torch(self._torch, x) for x in arrays)
 
-        self._shared, self._varied = put(inputs.first[0]), [put(varied) for varied in inputs.varied]
-        self._on_gpu = platform == "gpu"
+        jax.block_until_ready((inputs.shared, inputs.varied))
+        shared = put(inputs.shared)
+        pools = tuple(pool.clone() for pool in shared[: case.donated])
+        bind = peer.make(self._torch, (*pools, *shared[case.donated :]))
+        self._calls = [bind(put(varied)) for varied in inputs.varied]
+        self._graphs = []
+
+    def repeat(self, calls: int) -> None:
+        """From now on so many calls in a graph."""
+        self.calls = calls
+        if not self._on_gpu:
+            return
+        torch = self._torch
+        self._graphs.clear()
+        if not self.captured:
+            return
+        some = max(1, min(len(self._calls) // calls, MAX_GRAPHS))
+        memory = torch.cuda.graph_pool_handle()
+        for g in range(some):
+            group = [self._calls[(g * calls + j) % len(self._calls)] for j in range(calls)]
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # JAX has threads too
+                    outputs = [call() for call in group]  # all alive, as a program's outputs are
+            except RuntimeError:
+                self.captured = False
+                self._graphs.clear()
+                break
+            del outputs
+            self._graphs.append(graph)
+        torch.cuda.synchronize()
 
     def output(self):
-        return self.start(0).cpu().numpy()
+        """What the first call gives, in numpy. The first of all calls: it compiles what has to be compiled."""
+        raw = self._calls[0]()
+        if self._on_gpu:
+            self._torch.cuda.synchronize()
+        return jax.tree.map(partial(peers.to_numpy, self._torch), self._peer.result(raw))
 
     def start(self, i: int):
-        return self._peer.call(self._torch, self._shared, self._varied[i % len(self._varied)])
+        if self._graphs:
+            self._graphs[i % len(self._graphs)].replay()
+            return None
+        for j in range(self.calls):
+            self._calls[(i * self.calls + j) % len(self._calls)]()
+        return None
 
     def wait(self, _):
         if self._on_gpu:
@@ -127,37 +188,43 @@ def outcomes(case: Case, platform: str, *, seconds: float, seed: int = 0) -> Ite
     - `seed`: of the inputs.
     """
     inputs = Inputs(case, platform, seed)
-    jax_runner = partial(JaxRunner, case, inputs)
     for name in IMPLEMENTATIONS[platform]:
         if name in case.refused:
             yield Outcome(name, False, why=case.refused[name])
         else:
-            make = partial(jax_runner, partial(case.call, name))
+            make = partial(JaxRunner, case, inputs, partial(case.call, name))
             yield _outcome(case, name, make, inputs, platform, seconds)
     for name, peer in case.peers.items():
-        if peer.library == "jax":
-            make = partial(jax_runner, partial(peer.call, jax))
+        if isinstance(peer, JaxPeer):
+            make = partial(JaxRunner, case, inputs, peer.call)
         else:
             make = partial(TorchRunner, case, inputs, platform, peer)
-        yield _outcome(case, name, make, inputs, platform, seconds)
+        yield _outcome(case, name, make, inputs, platform, seconds, peer)
 
 
-def _outcome(case: Case, name: str, make: Callable, inputs: Inputs, platform: str, seconds: float) -> Outcome:
-    peer = name in case.peers
-    check = case.peer_error if peer else case.error
-    assert check is not None
-    metric, bound = case.metric
+def _outcome(
+    case: Case, name: str, make: Callable, inputs: Inputs, platform: str, seconds: float, peer: Peer | None = None
+) -> Outcome:
+    check, metric = case.error, case.metric
+    result = partial(Outcome, name, peer is not None)
+    if peer is not None:
+        check, metric = peer.error or check, peer.metric or metric
+        result = partial(result, versions=peers.versions(peer.packages), part=peer.part)
+    result = partial(result, metric=metric)
+    unit, bound = metric
     try:
         runner = make()
         error = check(*inputs.first, runner.output(), inputs.rows)
         if not error <= bound:
-            return Outcome(name, peer, None, error, f"{error:.3g} {metric}, more than {bound:g}", failed=not peer)
-        if platform == "gpu" and isinstance(runner, JaxRunner) and name != "reference":
-            if timing.measure(runner.start, runner.wait, 1, platform, 0.0).median_us < timing.SHORT_US:
-                runner.calls = timing.SHORT_CALLS
+            return result(error=error, why=f"{error:.3g} {unit}, more than {bound:g}", failed=True)
+        if platform == "gpu":
+            timing.lengthen(runner, (1,) if name == "reference" else timing.PROGRAM_CALLS, platform)
+            seconds = 0.0 if name == "reference" else seconds  # the fewest rounds: no one waits for it
         time = timing.measure(runner.start, runner.wait, runner.calls, platform, seconds)
     except Missing as missing:
-        return Outcome(name, peer, why=str(missing))
-    except Exception as e:  # one that can't run is a row that says so, and the run goes on to fail at its end
-        return Outcome(name, peer, why=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", failed=True)
-    return Outcome(name, peer, time, error)
+        return result(why=str(missing))
+    except Exception as e:  # one that can't run is a row that says so, and the run goes on
+        return result(why=f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}", failed=True)
+    if isinstance(runner, TorchRunner) and not runner.captured:
+        return replace(result(time=time, error=error), implementation=f"{name}, call by call")
+    return result(time=time, error=error)

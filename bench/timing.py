@@ -1,13 +1,22 @@
 """How long a call takes, and how long it would take if only the machine's own limits held.
 
-All on the wall clock, after a warm-up. A CPU runs one call at a time, to its end. An accelerator gets many before the
-clock is read, so that what starting one costs hides behind the one before; and where a call is shorter than that, many
-calls compiled into one *program*, each waiting for the one before. Calls go round among inputs that do not fit in a
-cache together.
+Counted is the device's time for calls that stand one after the other in its queue, launch gaps on the device included,
+as the layers of a model stand. All on the wall clock, after a warm-up, from the first call's start to the last one's
+end; and calls go round among inputs that do not fit in a cache together.
+
+A CPU runs one call at a time, to its end. On a GPU the host must not be what is measured. So calls are submitted in
+*programs* of 1, 4, 16 or 64 calls, each waiting for the one before: a compiled program of JAX, which XLA itself submits
+as a CUDA or HIP graph where it holds five kernels or more (``xla_gpu_graph_min_graph_size``,
+``xla_gpu_enable_command_buffer``), or a CUDA graph of a peer's calls in torch; a peer that can't be captured is called
+one by one, and its row says so. As many programs as fill a round are queued before the clock is read, so that what
+submitting one costs hides behind the one before. For that a program must be long enough: at least ``PROGRAM_US``, and
+twice what the host takes to submit it, which is measured too. A row whose longest program falls short of that is the
+host's time (``Time.host_us`` beside ``median_us``). A profiler would name each kernel, but under one XLA leaves the
+graphs and launches kernels singly, so it would time another program.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-SHORT_US = 100.0  # a call is short on a GPU, when starting one from the host takes some 30 µs
-SHORT_CALLS = 16  # short calls in a program
+PROGRAM_CALLS = (1, 4, 16, 64)  # calls in a program, the fewest that will do
+PROGRAM_US = 400.0  # so that the few µs between two programs are lost in it
+LONG_S = 1e-3  # a program that takes so long hides the host whatever that does
+BURST = 8  # programs that are submitted to see how long submitting takes; a queue holds more
 ROUND_S = {"cpu": 0.0, "gpu": 0.01}  # least time between two readings of the clock
 CACHE_BYTES = {"cpu": 64 << 20, "gpu": 256 << 20}  # more than a cache holds; a CPU of many chiplets has more
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
@@ -24,13 +35,15 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class Time:
-    """Of one call, in µs: median, 10th and 90th percentile over ``rounds`` readings of the clock."""
+    """Of one call, in µs: median, 10th and 90th percentile over ``rounds`` readings of the clock; ``host_us`` is what
+    the host took to submit it, 0 on a CPU."""
 
     median_us: float
     p10_us: float
     p90_us: float
     rounds: int
     calls_a_round: int
+    host_us: float = 0.0
 
 
 def measure(run: Callable[[int], object], wait: Callable[[object], object], calls: int, platform: str, seconds: float):
@@ -39,26 +52,53 @@ def measure(run: Callable[[int], object], wait: Callable[[object], object], call
     - `run`: starts the i-th program of ``calls`` calls, and returns what ``wait`` waits for.
     - `platform`: "cpu" or "gpu".
     """
+    submitted = 0.0
 
     def timed(first: int, programs: int) -> float:
+        nonlocal submitted
         start = time.perf_counter()
         handle = run(first)
         for i in range(1, programs):
             handle = run(first + i)
+        submitted = time.perf_counter() - start
         wait(handle)
         return time.perf_counter() - start
 
     timed(0, 1)  # compiles
     once = min(timed(i, 1) for i in (1, 2))
     programs = max(1, round(ROUND_S[platform] / once))
+    done = 3
+    host = 0.0
+    if platform == "gpu":
+        burst = BURST if once < LONG_S else 1
+        timed(done, burst)
+        done += burst
+        host = submitted / (burst * calls) * 1e6
     samples: list[float] = []
     spent = 0.0
     while len(samples) < 5 or (spent < seconds and len(samples) < 1000):
-        elapsed = timed(3 + len(samples) * programs, programs)
+        elapsed = timed(done, programs)
+        done += programs
         spent += elapsed
         samples.append(elapsed / (programs * calls) * 1e6)
     low, median, high = np.percentile(samples, [10, 50, 90])
-    return Time(float(median), float(low), float(high), len(samples), programs * calls)
+    return Time(float(median), float(low), float(high), len(samples), programs * calls, host)
+
+
+def lengthen(runner, choices: Sequence[int], platform: str) -> None:
+    """Has ``runner`` put as many calls in a program as make it long enough, the fewest of ``choices`` or the last."""
+    for calls in choices:
+        runner.repeat(calls)
+        if calls == choices[-1]:
+            return
+        runner.wait(runner.start(0))
+        start = time.perf_counter()
+        runner.wait(runner.start(1))
+        if time.perf_counter() - start >= LONG_S:
+            return
+        took = measure(runner.start, runner.wait, calls, platform, 0.0)
+        if took.median_us * calls >= PROGRAM_US and took.host_us <= took.median_us / 2:
+            return
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from bench import results, timing
 from bench.__main__ import main
-from bench.kernels import OPS
+from bench.sets import OPS
 from bench.timing import Probe
 
 # torch warns about this machine when it is imported; these warnings are its own.
@@ -43,7 +43,7 @@ def test_every_op_in_each_implementation(tmp_path):
 
 def test_save_then_check(tmp_path):
     assert bench("--ops", "kv_write", "--save").exit_code == 0
-    (path,) = (tmp_path / "results").iterdir()
+    (path,) = (tmp_path / "results").glob("*.jsonl")
     rows = results.read(path)
     generous = [replace(row, roofline=row.roofline | {"time_us": row.roofline["time_us"] / 1000}) for row in rows]
     results.write(path, generous)
@@ -53,9 +53,9 @@ def test_save_then_check(tmp_path):
 
 def test_check_fails_on_a_doctored_baseline(tmp_path):
     assert bench("--ops", "kv_write", "--save").exit_code == 0
-    (path,) = (tmp_path / "results").iterdir()
+    (path,) = (tmp_path / "results").glob("*.jsonl")
     rows = results.read(path)
-    better = replace(rows[0], time=rows[0].time | {"p10_us": rows[0].time["p10_us"] / 1000})
+    better = replace(rows[0], time=rows[0].time | {"p10_us": 1e-3})
     results.write(path, [better, *rows[1:]])
     done = bench("--ops", "kv_write", "--check", "--save")
     assert done.exit_code == 1
@@ -89,7 +89,7 @@ def test_a_wrong_result_fails_and_is_not_timed(monkeypatch, tmp_path):
     done = bench("--ops", "kv_write", "--json", str(tmp_path / "run.jsonl"))
     assert done.exit_code == 1
     assert "kv_write (T 3 layout bf16), xla: inf half ulps" in done.output.replace("\n", "")
-    assert {row.implementation for row in results.read(tmp_path / "run.jsonl")} == {"reference"}
+    assert {row.implementation for row in results.read(tmp_path / "run.jsonl") if not row.peer} == {"reference"}
 
 
 def test_one_that_raises_fails_and_the_rest_goes_on(monkeypatch, tmp_path):
@@ -110,16 +110,88 @@ def test_one_that_raises_fails_and_the_rest_goes_on(monkeypatch, tmp_path):
 
 
 def test_a_missing_peer_is_named(monkeypatch):
-    from bench import peers
+    from bench.peers import base
 
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    done = bench("--ops", "select")
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
+    done = bench("--ops", "select,kv_write")
     assert done.exit_code == 0
-    assert "torch.topk: torch is not installed" in done.output
+    assert "not run: torch.topk: torch is not installed, for select" in done.output
+    assert done.output.count("torch.index_put_, packed before: torch is not installed") == 1  # and not once a case
+
+
+@pytest.mark.parametrize("fault", ["raises", "is wrong"])
+def test_a_peer_at_fault_is_named_and_is_not_ours(monkeypatch, fault, tmp_path):
+    import torch
+
+    def broken(*_, **__):
+        raise RuntimeError("no kernel image")
+
+    def wrong(x, k, **_):
+        return torch.return_types.topk((x[:, :k], torch.zeros(len(x), k, dtype=torch.int64)))
+
+    monkeypatch.setattr(torch, "topk", broken if fault == "raises" else wrong)
+    assert bench("--ops", "select", "--save", "--json", str(tmp_path / "run.jsonl")).exit_code == 0
+    done = bench("--ops", "select", "--check")
+    assert "peer failed: select (T 3 S 200 k 16), torch.topk: " in done.output
+    assert ("RuntimeError: no kernel image" if fault == "raises" else "wrong, more than 0") in done.output
+    measured = {row.implementation for row in results.read(tmp_path / "run.jsonl")}
+    assert measured == {"xla", "reference", "lax.top_k"}
+
+
+def test_rows_of_peers_say_what_they_were_measured_with(tmp_path):
+    import jax
+    import torch
+
+    done = bench("--ops", "select,kv_write", "--json", str(tmp_path / "run.jsonl"))
+    rows = {(row.op, row.implementation): row for row in results.read(tmp_path / "run.jsonl")}
+    assert rows["select", "lax.top_k"].versions == {"jax": jax.__version__}
+    assert rows["select", "torch.topk"].versions == {"torch": torch.__version__.partition("+")[0]}
+    assert rows["select", "xla"].versions is None
+    assert [row.implementation for row in rows.values() if row.part] == ["torch.copy_ of as many bytes"]
+    assert "vs best peer" in done.output
+
+
+def test_match_takes_some_cases(tmp_path):
+    done = bench("--match", "kv_write.*fp8", "--save")
+    assert done.exit_code == 0, done.output
+    (path,) = (tmp_path / "results").glob("*.jsonl")
+    assert {(row.op, row.shape["layout"]) for row in results.read(path)} == {
+        ("kv_write", "fp8_656"),
+        ("kv_write", "fp8_576"),
+    }
+    generous = [
+        replace(row, roofline=row.roofline | {"time_us": row.roofline["time_us"] / 1000}) for row in results.read(path)
+    ]
+    results.write(path, generous)
+    done = bench("--match", "kv_write.*fp8_656", "--check")  # of the other rows nothing is asked
+    assert done.exit_code == 0, done.output
+    assert bench("--match", "nothing like it").exit_code == 1
+
+
+def test_pictures(tmp_path):
+    done = bench("--ops", "kv_write,sparse_mla", "--plot", str(tmp_path / "run.png"), "--save")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    (path,) = (tmp_path / "results").glob("*.jsonl")
+    done = CliRunner().invoke(main, ["plot", str(path), str(tmp_path / "again.svg")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "sparse_mla" in (tmp_path / "again.svg").read_text() or (tmp_path / "again.svg").stat().st_size > 10_000
+
+
+def test_saving_draws_what_is_kept(tmp_path):
+    assert bench("--ops", "kv_write", "--save").exit_code == 0
+    (picture,) = (tmp_path / "results").glob("*.png")
+    (path,) = (tmp_path / "results").glob("*.jsonl")
+    assert picture.stem == path.stem
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--ops", "slect"], "'slect' is none of"), (["--shapes", "x"], "'x'")]
+    ("arguments", "message"),
+    [
+        (["--ops", "slect"], "'slect' is none of"),
+        (["--shapes", "x"], "'x'"),
+        (["--match", "("], "no regular expression"),
+    ],
 )
 def test_bad_arguments(arguments, message):
     done = bench(*arguments)

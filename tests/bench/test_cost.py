@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bench import cost
-from bench.kernels import SETS, cases
+from bench.sets import SETS, cases
 
 
 def size(*arrays):
@@ -63,6 +63,21 @@ def test_sparse_mla():
     written = size(((2, 16, 512), BF16), ((2, 16), F32))
     products = 2 * 16 * 4 * (576 + 512) * 2
     assert cost.sparse_mla(2, 16, 4, 7, 656, 2) == cost.Cost(read + written, products)
+
+
+def test_layer():
+    """The sum of what its parts do to one token of one request."""
+    alone = [
+        cost.index_write(1, 2),
+        cost.kv_write(1, 656, 2),
+        cost.index_query(1, 64, 2),
+        cost.index_logits_paged(1, 1, 8192, 8192, 64),
+        cost.select(1, 8192, 2048),
+        cost.sparse_mla(1, 16, 2048, 2048, 656, 2),
+    ]
+    total = cost.layer(8192, 16, 2048, 64, 656)
+    assert total.bytes == sum(part.bytes for part in alone)
+    assert total.flops == 8192 * 64 * 128 * 2 + 2 * 16 * 2048 * (576 + 512)
 
 
 def test_published_figures():

@@ -1,11 +1,12 @@
 """The oracle says when a result is wrong."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from bench import oracle
-from bench.kernels import cases
 from bench.run import Inputs, JaxRunner
+from bench.sets import cases
 
 TINY = {f"{case.op}-{case.shape.get('layout', '')}".rstrip("-"): case for case in cases("tiny")}
 
@@ -74,3 +75,49 @@ def test_select_values_takes_any_order():
     logits = np.array([[5.0, 1.0, 4.0, 3.0]], np.float32)
     assert oracle.select_values(logits, 2, np.array([[2, 0]]), [0]) == 0
     assert oracle.select_values(logits, 2, np.array([[3, 0]]), [0]) == 1
+
+
+def test_rope_of_neighbours_is_that_of_halves_in_another_order():
+    rng = np.random.default_rng(0)
+    x, table, positions = rng.normal(size=(5, 3, 128)), rng.normal(size=(8, 64)), np.arange(5)
+    order = np.r_[np.arange(32).repeat(2) + np.tile([0, 32], 32), 64:128]
+    halves = oracle.rope(x, table, positions)
+    assert np.array_equal(oracle.rope(x[..., order], table, positions, interleaved=True), halves[..., order])
+    assert np.array_equal(halves[..., 64:], x[..., 64:])
+
+
+def test_a_peer_without_lse_is_checked_by_its_result():
+    case = TINY["sparse_mla-bf16"]
+    inputs = Inputs(case, "cpu", seed=1)
+    out, lse = JaxRunner(case, inputs, lambda shared, varied: case.call("xla", shared, varied)).output()
+    assert case.error(*inputs.first, (out, None), inputs.rows) <= case.metric[1]
+    assert not case.error(*inputs.first, (spoil(out), None), inputs.rows) <= case.metric[1]
+    assert not case.error(*inputs.first, (out, spoil(lse)), inputs.rows) <= case.metric[1]
+
+
+def test_scales_as_a_reader_in_bf16_sees_them():
+    rows = np.zeros((1, 656), np.uint8)
+    rows[0, :512] = np.ones(512, np.float32).astype(oracle.FP8).view(np.uint8)
+    rows[0, 512:528] = np.full(4, 1.001, np.float32).view(np.uint8)
+    assert oracle.unpack_kv(rows, "fp8_656", 1.0)[0, 0] == np.float32(1.001)
+    rounded = float(ml_dtypes.bfloat16(1.001))
+    assert oracle.unpack_kv(rows, "fp8_656", 1.0, "bf16")[0, 0] == rounded != np.float32(1.001)
+
+
+def test_selection():
+    """Keys whose scores are 0 to 15, exact in fp8."""
+    pool = np.zeros((2, 64 * 132), np.uint8)
+    pool[1, : 16 * 128].reshape(16, 128)[:, 0] = np.arange(16).astype(oracle.FP8).view(np.uint8)
+    pool[1, 8192:] = np.ones(64, np.float32).view(np.uint8)
+    query, weight = np.zeros((1, 128), np.float32).astype(oracle.FP8), np.ones(1, np.float32)
+    query[0, 0] = 1
+
+    def check(*chosen):
+        slots = 64 + np.arange(16)
+        return oracle.selection(query, weight, pool, slots, np.array(chosen, np.int32))
+
+    assert check(64 + 14, 64 + 13, 64 + 15) == 0
+    assert check(64 + 14, 64 + 12, 64 + 15) > 1
+    assert check(64 + 14, 64 + 14, 64 + 15) == np.inf  # one twice
+    assert check(64 + 14, 64 + 13, -1) == np.inf
+    assert check(64 + 14, 64 + 13, 3) == np.inf  # not the request's

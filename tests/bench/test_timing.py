@@ -23,11 +23,48 @@ def test_measure_counts_calls_and_rounds(monkeypatch):
     assert took.median_us == pytest.approx(2000)
     assert took.calls_a_round == 8
     assert took.rounds == 7  # 16 ms each, up to 100 ms
-    assert started == list(range(3 + 2 * 7))  # never the same inputs twice in a row
+    assert started == list(range(3 + 1 + 2 * 7))  # never the same inputs twice in a row
+    assert took.host_us == pytest.approx(2000)  # here starting one is all there is
 
 
 def test_measure_takes_at_least_five_rounds():
     assert measure(lambda i: i, lambda handle: None, 1, "cpu", 0.0).rounds == 5
+
+
+class Runner:
+    """Programs that take the host 30 µs to submit, and the device 2 µs a call."""
+
+    def __init__(self, monkeypatch, device_us):
+        self.now = self.free = 0.0
+        self.device_us = device_us
+        self.calls = 0
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def repeat(self, calls):
+        self.calls = calls
+
+    def start(self, _):
+        self.now += 30e-6
+        self.free = max(self.free, self.now) + self.calls * self.device_us * 1e-6
+
+    def wait(self, _):
+        self.now = max(self.now, self.free)
+
+
+@pytest.mark.parametrize(("device_us", "calls"), [(500, 1), (100, 4), (50, 16), (8, 64), (2, 64), (0.1, 64)])
+def test_a_program_is_long_enough_to_hide_the_host(monkeypatch, device_us, calls):
+    runner = Runner(monkeypatch, device_us)
+    timing.lengthen(runner, timing.PROGRAM_CALLS, "gpu")
+    assert runner.calls == calls
+    took = measure(runner.start, runner.wait, calls, "gpu", 0.0)
+    assert took.host_us == pytest.approx(30 / calls)
+    assert took.median_us == pytest.approx(max(device_us, 30 / calls), rel=0.02)
+
+
+def test_a_reference_stays_as_it_is(monkeypatch):
+    runner = Runner(monkeypatch, 2)
+    timing.lengthen(runner, (1,), "gpu")
+    assert runner.calls == 1
 
 
 def test_roofline_takes_the_larger_limit():
