@@ -53,7 +53,7 @@ def kernels(device, ops, shapes, seconds, json_file, save, check):
     """Check each op against float64 and time it, in each implementation that runs here, beside the roofline.
 
     One row each: error in the named metric, median time of a call, GB/s and GFLOP/s of what the op has to move and to
-    multiply (bench/cost.py), and the share of the roofline, which is measured first, in the same run.
+    multiply (jax_mla/cost.py), and the share of the roofline, which is measured first, in the same run.
 
     --check compares shares of the roofline with the baseline's, and allows 10 % on a GPU. On a CPU, whose memory and
     cores others use too, it can only see what has become 3 times slower.

@@ -13,10 +13,10 @@ import ml_dtypes
 import numpy as np
 
 import jax_mla
-from bench import cost, oracle
-from bench.cost import Cost
+from bench import oracle
 from bench.peers import Peer
-from jax_mla import IndexLayout, kv_layout
+from jax_mla import IndexLayout, cost, kv_layout
+from jax_mla.cost import Cost
 
 SOFTMAX_SCALE = 0.1352337788608801  # DeepSeek-V3.2's: 192^-0.5 times mscale²
 PAGES = IndexLayout(page_size=64)

@@ -35,7 +35,7 @@ class Row:
     - `date`: UTC. `shapes`: the set that `op` at `shape` is from. `peer`: whether another library did it.
     - `time`: of a call, in µs: median_us, p10_us, p90_us, rounds, calls_a_round.
     - `error`: in the unit of `metric`, at most `bound`.
-    - `bytes`, `flops`: what a call has to do (``bench.cost``).
+    - `bytes`, `flops`: what a call has to do (``jax_mla.cost``).
     - `roofline`: of this run: copy_gb_s, product_gflop_s by dtype; the least time_us of this row, and its limit,
       "memory" or "product".
     - `share`: of the roofline: its time over the median.
