@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint notebooks bench doctor clean
+.PHONY: help setup demo test lint aot notebooks bench doctor clean
 
 PYTHON := .venv/bin/python
 SOURCES := jax_mla bridge bench notebooks tests
@@ -23,6 +23,9 @@ lint: setup  ## Only the linter, the formatter's check and the type checker.
 	$(PYTHON) -m ruff check $(SOURCES)
 	$(PYTHON) -m ruff format --check $(SOURCES)
 	.venv/bin/pyrefly check
+
+aot: setup  ## Compile every kernel for gfx942, gfx950 and sm_90, and say what came out; needs no GPU.
+	@$(PYTHON) -m jax_mla.aot --set ci
 
 notebooks: setup  ## Execute the notebooks; the results go to build/notebooks.
 	$(PYTHON) -m notebooks

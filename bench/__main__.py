@@ -68,7 +68,7 @@ def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check
     those peers that are installed.
 
     One row each: error in the named metric, median time of a call, GB/s and GFLOP/s of what the op has to move and to
-    multiply (bench/cost.py), the share of the roofline, which is measured first, in the same run, and how often the
+    multiply (jax_mla/cost.py), the share of the roofline, which is measured first, in the same run, and how often the
     time of the fastest peer of the case it takes ("vs best peer"; below 1 is faster than every peer).
 
     --check compares shares of the roofline with the baseline's, and allows 10 % on a GPU. On a CPU, whose memory and

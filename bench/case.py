@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from bench import oracle
-from bench.cost import Cost
 from bench.peers import Peer
+from jax_mla.cost import Cost
 
 LARGE = 1 << 17  # numbers; more are drawn by the device, fewer by the host, for whose draws nothing has to be compiled
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mla
-from bench import cost, oracle, peers
+from bench import oracle, peers
 from bench.case import Case, Source
 from bench.peers import aiter, deep_gemm, flash_mla, plain, sglang
 from bench.peers import layer as layer_peers
-from jax_mla import IndexLayout, KVLayout, kv_layout
+from jax_mla import IndexLayout, KVLayout, cost, kv_layout
 
 SOFTMAX_SCALE = 0.1352337788608801  # DeepSeek-V3.2's: 192^-0.5 times mscale²
 PAGES = IndexLayout(page_size=64)

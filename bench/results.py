@@ -39,7 +39,7 @@ class Row:
     - `error`: in the unit of `metric`, at most `bound`.
     - `part`: whether a peer does only a part of the op's work, as a copy of as many bytes does.
     - `versions`: of the packages that a peer comes from; null for ours, and of peers measured before these were kept.
-    - `bytes`, `flops`: what a call has to do (``bench.cost``).
+    - `bytes`, `flops`: what a call has to do (``jax_mla.cost``).
     - `roofline`: of this run: copy_gb_s, product_gflop_s by dtype; the least time_us of this row, and its limit,
       "memory" or "product".
     - `share`: of the roofline: its time over the median.

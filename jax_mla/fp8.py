@@ -95,6 +95,18 @@ def decode(codes: Array, fp8: Fp8Format) -> Array:
     return jnp.where(bits == 0x80, jnp.nan, value)
 
 
+def fn_to_fnuz(codes: Array, scale: Array) -> tuple[Array, Array]:
+    """e4m3fn ``codes`` (uint8) and their ``scale`` (float32), as a checkpoint holds them, for a card with e4m3fnuz.
+
+    Nothing is rounded: the same byte is worth half as much there, so the byte stays and the scale doubles. What has
+    another byte there: -0, which becomes 0, and NaN.
+    """
+    bits = codes.astype(jnp.int32)
+    bits = jnp.where(bits == 0x80, 0, bits)
+    bits = jnp.where((bits & 0x7F) == 0x7F, 0x80, bits)
+    return bits.astype(jnp.uint8), 2.0 * scale
+
+
 def block_scale(amax: Array, fp8: Fp8Format, scale: str) -> Array:
     """The float32 scale of blocks whose largest magnitude is ``amax`` (float32).
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental import topologies
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -128,3 +130,43 @@ def dot(a: Array, b: Array, *, trans_b: bool = False) -> Array:
 def block(n: int, at_least: int = 1) -> int:
     """The smallest power of two that is at least ``n`` and ``at_least``: tiles have no other sizes."""
     return max(at_least, pl.next_power_of_2(n))
+
+
+def compile_only_devices(platform: str, library: str, target_config: str) -> list[jax.Device]:
+    """Devices that can be compiled for and not run on, of a PJRT plugin that needs no such device in this machine.
+
+    - `platform`: "cuda" or "rocm". - `library`: path of the plugin, a shared library whose own libraries can be found.
+    - `target_config`: XLA's ``GpuTargetConfigProto`` in text form, which describes the chip.
+
+    ``jax.experimental.topologies`` is the public way, and knows only plugins whose ``initialize()`` succeeded, which
+    ROCm's does not without a GPU. Where it fails, this takes by hand the steps that it takes behind that, with
+    ``jax._src``. Seen to work with jax 0.11.2.
+    """
+    options = dict(target_config=target_config, topology="1x1x1")
+    try:
+        return topologies.get_topology_desc("chip", platform=platform, **options).devices
+    except NotImplementedError:
+        pass
+    from jax._src.lib import xla_client
+
+    if platform not in _LOADED:
+        _LOADED[platform] = xla_client.load_pjrt_plugin_dynamically(platform, library)
+        xla_client.initialize_pjrt_plugin(platform)
+    topology = xla_client.make_c_api_device_topology(_LOADED[platform], "chip", **options)
+    return topology._make_compile_only_devices()
+
+
+_LOADED = {}
+
+
+def compile_only(f: Callable, *args, device: jax.Device, donate: Sequence[int] = ()) -> jax.stages.Compiled:
+    """``jit(f)`` compiled for ``device``, one of ``compile_only_devices``, at the shapes of ``args``.
+
+    - `args`: ``jax.ShapeDtypeStruct``, of which those that ``f`` doesn't use are parameters all the same; or None.
+    - `donate`: numbers of those whose memory the result takes over.
+    """
+    mesh = jax.sharding.Mesh(np.asarray([device]), ("x",), axis_types=(AxisType.Explicit,))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), args)
+    with jax.set_mesh(mesh):
+        return jax.jit(f, keep_unused=True, donate_argnums=tuple(donate)).lower(*placed).compile()

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench import cost
 from bench.sets import SETS, cases
+from jax_mla import cost
 
 
 def size(*arrays):

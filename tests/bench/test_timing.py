@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from bench import timing
-from bench.cost import Cost
 from bench.timing import Probe, Roofline, measure, measure_roofline
+from jax_mla.cost import Cost
 
 
 def test_measure_counts_calls_and_rounds(monkeypatch):

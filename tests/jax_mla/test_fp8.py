@@ -5,7 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mla.fp8 import E4M3FN, E4M3FNUZ, block_scale, decode, encode, format_of, fp8_format, quantize_block
+from jax_mla import pallas_triton
+from jax_mla.fp8 import (
+    E4M3FN,
+    E4M3FNUZ,
+    block_scale,
+    decode,
+    encode,
+    fn_to_fnuz,
+    format_of,
+    fp8_format,
+    quantize_block,
+)
 from tests.jax_mla.oracles import DIVISION, FP8, LARGEST, assert_codes_are_nearest, power_of_two
 from tests.numerics import assert_bitwise_equal, assert_within_one_ulp
 
@@ -142,3 +153,53 @@ def test_formats_by_name_and_by_dtype():
         fp8_format("e5m2")
     with pytest.raises(ValueError, match="fp8.*float8_e4m3fn.*got float8_e5m2"):
         format_of(jnp.float8_e5m2)
+
+
+def in_a_kernel(f, x, dtype) -> np.ndarray:
+    """``f(x)``, computed in a Pallas kernel that is interpreted."""
+
+    def kernel(x_ref, out_ref):
+        i = jnp.arange(x_ref.shape[0])
+        pallas_triton.store(out_ref.at[i], f(pallas_triton.load(x_ref.at[i])))
+
+    (out,) = pallas_triton.kernel_call(
+        kernel,
+        (jnp.asarray(x),),
+        (jax.ShapeDtypeStruct(x.shape, dtype),),
+        name="elementwise",
+        grid=(1,),
+        num_warps=4,
+        num_stages=1,
+        interpret=True,
+    )
+    return np.asarray(out)
+
+
+@formats
+def test_every_code_in_a_kernel(fp8):
+    decoded = in_a_kernel(lambda codes: decode(codes, fp8), ALL, jnp.float32)
+    want = values(fp8)
+    nan = np.isnan(want)
+    assert (np.isnan(decoded) == nan).all()
+    assert_bitwise_equal(decoded[~nan], want[~nan])
+    x = np.where(nan, 0, want).astype(np.float32)
+    assert_bitwise_equal(in_a_kernel(lambda x: encode(x, fp8), x, jnp.uint8), np.where(nan, 0, ALL).astype(np.uint8))
+    v = finite(fp8)
+    middle = np.resize((v[:-1] + v[1:]) / 2, 256)
+    for x in (middle, np.nextafter(middle, INF), np.nextafter(middle, -INF)):
+        got = in_a_kernel(lambda x: encode(x, fp8), x, jnp.uint8)
+        assert_bitwise_equal(got, x.astype(FP8[fp8.name]).view(np.uint8))
+
+
+def test_every_code_of_a_checkpoint_for_a_card_with_fnuz():
+    scales = np.float32(2.0) ** np.resize(np.arange(-60, 60, 7, dtype=np.float32), 256)
+    codes, doubled = (np.asarray(x) for x in fn_to_fnuz(jnp.asarray(ALL), jnp.asarray(scales)))
+    assert codes.dtype == np.uint8 and doubled.dtype == np.float32
+    want = values(E4M3FN) * scales
+    got = codes.view(FP8["e4m3fnuz"]).astype(np.float32) * doubled
+    nan = np.isnan(want)
+    assert nan.sum() == 2 and (np.isnan(got) == nan).all() and (codes[nan] == 0x80).all()
+    assert (got[~nan] == want[~nan]).all()
+    same = ~nan & (ALL != 0x80)
+    assert_bitwise_equal(codes[same], ALL[same])
+    assert codes[0x80] == 0
