@@ -2,13 +2,13 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint aot notebooks bench doctor clean
+.PHONY: help setup demo test test-gpu lint aot notebooks bench doctor clean
 
 PYTHON := .venv/bin/python
 SOURCES := jax_mla bridge bench notebooks tests
 
 help:  ## Show this list.
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r a b; do printf '%-18s %s\n' "$$a" "$$b"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r a b; do printf '%-18s %s\n' "$$a" "$$b"; done
 
 setup:  ## Make .venv with everything in it (instant when it is there).
 	@.ci/setup
@@ -18,6 +18,9 @@ demo: setup  ## Serve a tiny DeepSeek-V3.2 with SGLang and measure it against tr
 
 test: lint  ## Lint, type-check and run all tests.
 	$(PYTHON) -m pytest -n 2 --dist loadfile
+
+test-gpu: setup  ## Tests of the compiled kernels, on a machine with a GPU (python with the [cuda] or [rocm] extra).
+	JAX_MLA_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest tests/gpu
 
 lint: setup  ## Only the linter, the formatter's check and the type checker.
 	$(PYTHON) -m ruff check $(SOURCES)

@@ -87,10 +87,7 @@ class KVLayout:
             raise ValueError(f"{op}: kv_scale expected a positive number, got {kv_scale}")
 
     def unpack(self, rows: Array, kv_scale: Array | float = 1.0) -> Array:
-        """Float32 values ``[..., 576]`` (latent, then rope) of ``rows`` ``[..., row_elements]``.
-
-        An fp8_656 tile whose scale is 0 reads back as 0 whatever its bytes are.
-        """
+        """Float32 values ``[..., 576]`` (latent, then rope) of ``rows`` ``[..., row_elements]``."""
         if self.name == "bf16":
             return rows.astype(jnp.float32)
         assert self.fp8 is not None
@@ -99,7 +96,7 @@ class KVLayout:
         lead = rows.shape[:-1]
         latent = decode(rows[..., :512], self.fp8).reshape(*lead, 4, BLOCK)
         scale = lax.bitcast_convert_type(rows[..., 512:528].reshape(*lead, 4, 4), jnp.float32)[..., None]
-        latent = jnp.where(scale == 0, 0.0, latent * scale).reshape(*lead, 512)
+        latent = (latent * scale).reshape(*lead, 512)
         rope = lax.bitcast_convert_type(rows[..., 528:].reshape(*lead, 64, 2), jnp.bfloat16)
         return jnp.concatenate([latent, rope.astype(jnp.float32)], axis=-1)
 

@@ -3,8 +3,9 @@
 import os
 import socket
 
-# Before anything imports JAX. Processes that a test starts inherit them.
-os.environ["JAX_PLATFORMS"] = "cpu"
+# Before anything imports JAX. Processes that a test starts inherit them. `make test-gpu` is for a machine with a GPU.
+if os.environ.get("JAX_MLA_TEST_GPU") != "1":
+    os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jax

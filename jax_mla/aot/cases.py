@@ -13,6 +13,7 @@ from jax_mla import cost
 from jax_mla.aot.chips import Chip
 from jax_mla.cost import Cost
 from jax_mla.layouts import IndexLayout, KVLayout, kv_layout
+from jax_mla.ops.index_logits_paged import config as paged_config
 from jax_mla.ops.index_logits_paged import index_logits_paged
 from jax_mla.ops.index_logits_ragged import config as ragged_config
 from jax_mla.ops.index_logits_ragged import index_logits_ragged
@@ -20,11 +21,10 @@ from jax_mla.ops.index_query import index_query
 from jax_mla.ops.index_write import index_write
 from jax_mla.ops.kv_write import kv_write
 from jax_mla.ops.quantize import quantize
-from jax_mla.ops.select import config as select_config
 from jax_mla.ops.select import select
 from jax_mla.ops.sparse_mla import config as sparse_config
 from jax_mla.ops.sparse_mla import sparse_mla
-from jax_mla.pallas_triton import cdiv
+from jax_mla.pallas_triton import Target, cdiv
 
 Phase = Literal["decode", "prefill"]
 DECODE: Phase = "decode"
@@ -47,7 +47,7 @@ CONTEXT: dict[Phase, int] = {DECODE: 65536, PREFILL: 32768}
 """Tokens that the indexer scores."""
 SLOTS, POSITIONS, HIDDEN = 1 << 19, 163840, 7168
 SOFTMAX_SCALE = 0.1352337788608801  # DeepSeek-V3.2's: 192^-0.5 times mscale²
-SELECT_PASSES = 8  # over a row, of four bits each
+SELECT_PROBES = 10  # of a threshold, in rows of normal numbers
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _index_logits_ragged(chip: Chip) -> Iterator[Case]:
             arguments=(q8((rows, heads, 128)), _f32(rows, heads), q8((keys, 128)), _f32(keys), _i32(rows), _i32(rows)),
             cost=cost.index_logits_ragged(rows, keys, heads, visible),
             operand="fp8",
-            trips=lambda: (ragged_config.Config.of(rows).rows, 1),
+            trips=lambda: (ragged_config.Config.of(rows, chip.target).rows, 1),
             in_ci=heads in (16, 64),
         )
 
@@ -220,6 +220,7 @@ def _index_logits_paged(chip: Chip) -> Iterator[Case]:
             arguments=(*queries, pool, _i32(requests, length), _i32(requests), _i32(requests)),
             cost=cost.index_logits_paged(requests, next_n, length, length, heads),
             operand="fp8",
+            trips=lambda: (paged_config.Config.of(requests, length, chip.target).blocks, 1),
             in_ci=(heads, next_n) in ((64, 1), (64, 2)) and not layout.preshuffle or (heads, next_n) == (16, 1),
         )
 
@@ -243,17 +244,13 @@ def _select() -> Iterator[Case]:
             arguments=(_f32(rows, window), _i32(rows), *rest),
             cost=cost.select(rows, window, k),
             operand="f32",
-            trips=partial(_select_trips, window),
+            trips=lambda: (SELECT_PROBES, 1),
             in_ci=k == 2048,
         )
 
 
-def _select_trips(window: int) -> tuple[int, int]:
-    return cdiv(window, select_config.Config.of(window).columns), SELECT_PASSES
-
-
-def _sparse_mla_trips(rows: int, heads: int, k: int) -> tuple[int, int]:
-    config = sparse_config.Config.of(rows, heads, k)
+def _sparse_mla_trips(rows: int, heads: int, k: int, layout: KVLayout, target: Target) -> tuple[int, int]:
+    config = sparse_config.Config.of(rows, heads, k, layout, target)
     return cdiv(cdiv(k, config.splits), config.keys), 1
 
 
@@ -270,6 +267,6 @@ def _sparse_mla(chip: Chip) -> Iterator[Case]:
             arguments=(_bf16(rows, heads, 512), _bf16(rows, heads, 64), pool, _i32(rows, k)),
             cost=cost.sparse_mla(rows, heads, k, distinct, layout.row_bytes, 2),
             operand="bf16",
-            trips=partial(_sparse_mla_trips, rows, heads, k),
+            trips=partial(_sparse_mla_trips, rows, heads, k, layout, chip.target),
             in_ci=(phase, heads, k) in chosen and (phase == DECODE or layout.name == "bf16"),
         )

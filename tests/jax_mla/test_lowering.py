@@ -1,11 +1,15 @@
 """Every kernel, lowered for cards that this machine does not have; and what stands guard over that lowering."""
 
+import math
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 import jax_mla
 from jax_mla import (
@@ -27,8 +31,10 @@ from jax_mla import (
     topk_decode,
     topk_prefill,
 )
+from jax_mla.ops.index_logits_paged.config import Config as PagedConfig
+from jax_mla.ops.index_logits_ragged.config import Config as RaggedConfig
 from jax_mla.ops.sparse_mla.config import Config as SparseConfig
-from jax_mla.pallas_triton import GFX942, GFX950, H200, KERNEL_TARGET, lower, refuse_32_bit_overflow
+from jax_mla.pallas_triton import GFX942, GFX950, H200, KERNEL_TARGET, lower, triton_ir
 
 FN_TARGETS = [GFX950, H200]
 TARGETS = {E4M3FN: FN_TARGETS, E4M3FNUZ: [GFX942], None: [GFX942, *FN_TARGETS]}
@@ -112,8 +118,8 @@ for fp8, layout in INDEX_LAYOUTS:
         case(name, fp8, index_logits_paged, *args, kernels=["index_logits_paged"], **static)
 
 for k in (64, 512, 2048):
-    for columns in (40, 4096, 100_000):
-        case(f"select-{k}-{columns}", None, select, f32(9, columns), i32(9), kernels=["select"], k=k)
+    for columns, kernels in ((40, ["select"]), (4096, ["select"]), (100_000, ["select_some", "select"])):
+        case(f"select-{k}-{columns}", None, select, f32(9, columns), i32(9), kernels=kernels, k=k)
     logits, lengths = f32(9, 4096), i32(9)
     case(f"select-{k}-prefill", None, select_in_prefill, logits, lengths, i32(9), i32(4096), kernels=["select"], k=k)
     case(f"select-{k}-decode", None, select_in_decode, logits, lengths, i32(5, 8192), i32(9), kernels=["select"], k=k)
@@ -169,35 +175,82 @@ def test_what_is_named_stays_what_it_is_on_a_card(named):
     assert KERNEL_TARGET not in text
 
 
-@pytest.mark.parametrize(
-    "x, refused",
-    [
-        (u8(2**31), False),
-        (u8(2**31 + 1), True),
-        (u8(3 << 20, 1 << 10), True),
-        (u8(2**32), True),
-        (u8(2**32 + 1), False),
-        (bf16(2**31), False),
-        (bf16(2**31 + 1), False),
-        (f32(2**30), False),
-        (f32(2**31 + 1), False),
-    ],
-    ids=str,
-)
-def test_offsets_that_would_overflow_are_refused(x, refused):
-    if not refused:
-        return refuse_32_bit_overflow("op", x)
-    with pytest.raises(NotImplementedError, match=rf"op: .*2\^31 elements.*got {x.dtype}\[.*use implementation='xla'"):
-        refuse_32_bit_overflow("op", x)
+def large(row_elements: int, dtype, size: int):
+    """A pool of ``size`` bytes and a row more."""
+    return jax.ShapeDtypeStruct((size // (row_elements * jnp.dtype(dtype).itemsize) + 1, row_elements), dtype)
 
 
-def test_pools_and_results_whose_offsets_would_overflow_are_refused():
-    layout = IndexLayout(64)
-    args = u8(300_000, layout.page_bytes), i32(4), bf16(4, 128), f32(128), f32(128), f32(100, 64), i32(4)
-    with pytest.raises(NotImplementedError, match=r"index_write: .*got uint8\[300000, 8448\]"):
-        lower(lambda *x: index_write(*x, layout=layout, implementation="pallas"), *args, for_target=H200)
-    with pytest.raises(NotImplementedError, match=r"quantize: .*got uint8\[25165824, 128\]"):  # its input is 6 GiB
-        lower(lambda x: quantize(x, fp8=E4M3FN, implementation="pallas"), bf16(3 << 23, 128), for_target=H200)
+def large_pool_calls(size: int):
+    """``(name, f, arguments)`` of every op with a pool, of ``size`` bytes."""
+    for layout in (KV_BF16, KV_FP8_656, KV_FP8_576):
+        pool, static = large(layout.row_elements, layout.dtype, size), dict(layout=layout)
+        yield f"kv_write_{layout.name}", partial(kv_write, **static), (pool, i32(9), bf16(9, 512), bf16(9, 64))
+        args = bf16(9, 16, 512), bf16(9, 16, 64), pool, i32(9, 512)
+        yield f"sparse_mla_{layout.name}", partial(sparse_mla, softmax_scale=0.1, **static), args
+    for page_size in (1, 64):
+        layout = IndexLayout(page_size)
+        pages = large(layout.page_bytes, jnp.uint8, size)
+        args = pages, i32(9), bf16(9, 128), f32(128), f32(128), *ANGLES9
+        yield "index_write", partial(index_write, layout=layout), args
+        args = f8(E4M3FN, 3, 64, 128), f32(3, 64), pages, i32(4, 4096), i32(3), i32(3)
+        yield "index_logits_paged", partial(index_logits_paged, layout=layout, max_len=4096), args
+    yield "quantize", partial(quantize, fp8=E4M3FN), (bf16(size // 7168 + 1, 7168),)
+    yield "select", partial(select, k=2048), (f32(size // 4 // 32768 + 1, 32768), i32(size // 4 // 32768 + 1))
+    args = f8(E4M3FN, 4096, 64, 128), f32(4096, 64), f8(E4M3FN, size // 16384, 128), f32(size // 16384)
+    yield "index_logits_ragged", partial(index_logits_ragged, max_logits_bytes=2**40), (*args, i32(4096), i32(4096))
+
+
+ANGLES9 = f32(163840, 64), i32(9)
+
+
+@pytest.mark.parametrize("gib", [1.9, 2.5, 3.9, 4.1, 8.5])
+@pytest.mark.parametrize("target", [GFX950, H200], ids=lambda t: t.kind)
+def test_offsets_are_wide_enough_for_every_array(target, gib):
+    """In the Triton IR of every kernel: what is added to a pointer has 64 bits where an array has 2^31 elements."""
+    wide = 0
+    for name, f, args in large_pool_calls(int(gib * 2**30)):
+        kernels = triton_ir(lambda *x, f=f: f(*x, implementation="pallas"), *args, for_target=target)
+        assert name in kernels
+        for shapes, text in kernels.values():
+            arrays, added = {}, 0  # a name means what it was last given to
+            for line in text.splitlines():
+                if splat := re.search(r"(%\w+) = tt\.splat (%arg\d+) : !tt\.ptr", line):
+                    arrays[splat[1]] = splat[2]
+                if add := re.search(r"tt\.addptr (%\w+), %\w+ : [^,]+, (?:tensor<[\dx]*)?(i\d+)", line):
+                    size = math.prod(shapes[int(arrays.get(add[1], add[1]).removeprefix("%arg"))])
+                    assert add[2] == "i64" or size <= 2**31, (name, line, size)
+                    wide += add[2] == "i64"
+                    added += 1
+            assert added > 1
+    assert (wide > 0) == (gib > 2)
+
+
+def test_offsets_of_others_kernels_are_left_alone():
+    """That Pallas' own lowering still does what ours mends; and that ours is not switched on for it."""
+
+    def copy(x_ref, out_ref):
+        out_ref[0, 0] = x_ref[1, 1]
+
+    call = pl.pallas_call(copy, out_shape=u8(3 << 20, 1 << 10), compiler_params=plgpu.CompilerParams(num_warps=1))
+    with pytest.warns(DeprecationWarning, match="Pallas Triton backend is deprecated"):
+        (_, text), *_ = triton_ir(call, u8(3 << 20, 1 << 10), for_target=H200).values()
+    assert set(re.findall(r"tt\.addptr .*, (i\d+)", text)) == {"i32"}
+
+
+@pytest.mark.parametrize("imprecise", [True, False])
+def test_fp8_products_are_added_up_as_asked_for(imprecise):
+    q8, k8 = f8(E4M3FN, 4, 64, 128), f8(E4M3FN, 500, 128)
+    ragged = partial(index_logits_ragged, config=RaggedConfig(imprecise=imprecise), implementation="pallas")
+    pages = u8(128, IndexLayout(64).page_bytes)
+    config = PagedConfig(imprecise=imprecise)
+    paged = partial(index_logits_paged, layout=IndexLayout(64), max_len=500, config=config, implementation="pallas")
+    for f, args in (
+        (ragged, (q8, f32(4, 64), k8, f32(500), i32(4), i32(4))),
+        (paged, (q8, f32(4, 64), pages, i32(4, 512), i32(4), i32(4))),
+    ):
+        [(_, text)] = triton_ir(f, *args, for_target=H200).values()
+        [dot] = re.findall(r"tt\.dot .*f8E4M3FN.*", text)
+        assert ("maxNumImpreciseAcc = 1073741824" in dot) == imprecise
 
 
 def test_one_module_owns_pallas_and_what_is_private():

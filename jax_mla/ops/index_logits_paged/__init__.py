@@ -10,6 +10,7 @@ from jax_mla.ops import base
 from jax_mla.ops.index_logits_paged.config import Config
 from jax_mla.ops.index_logits_paged.kernel import pallas, xla
 from jax_mla.ops.index_logits_paged.reference import reference
+from jax_mla.pallas_triton import target
 
 IMPLEMENTATIONS = {"xla": xla, "pallas": pallas, "reference": reference}
 
@@ -70,7 +71,7 @@ def index_logits_paged(
         IMPLEMENTATIONS,
         implementation,
         interpret,
-        lambda: Config.of(requests.shape[0], max_len),
+        lambda: Config.of(requests.shape[0], max_len, target()),
         config,
         (q8, weights, pool, token_table, requests, lengths),
         dict(layout=layout, max_len=max_len, next_n=next_n),

@@ -2,17 +2,27 @@
 
 from dataclasses import dataclass
 
-from jax_mla.pallas_triton import block
+from jax_mla.pallas_triton import Target, block, cdiv
 
 
 @dataclass(frozen=True)
 class Config:
-    """- `keys`: tokens a program scores, a power of two. - `num_warps`: warps a program runs on."""
+    """- `keys`: tokens a program scores at a time, a power of two from 16 on. - `blocks`: how often it does.
+    - `num_warps`: warps a program runs on. - `num_stages`: depth of the loop's software pipeline.
+    - `imprecise`: as ``index_logits_ragged``'s."""
 
-    keys: int = 128
+    keys: int = 64
+    blocks: int = 8
     num_warps: int = 4
+    num_stages: int = 5
+    imprecise: bool = True
 
     @staticmethod
-    def of(requests: int, max_len: int) -> "Config":
-        """Memory-bound, 132 bytes a token: small blocks for few requests, so that more programs share the reading."""
-        return Config(keys=min(64 if requests < 16 else 128, block(max_len, 16)))
+    def of(requests: int, max_len: int, target: Target) -> "Config":
+        """Memory-bound, 132 bytes a token. Swept on an H200: tiles of 64 tokens, five of them on the way; up to 8 go
+        through one program, but fewer where there would be less than 512 programs to share the reading."""
+        keys = min(64, block(max_len, 16))
+        room = requests * cdiv(max_len, keys) // 512
+        blocks = max(b for b in (1, 2, 4, 8) if b <= max(1, room))
+        stages = {1: 1, 2: 2, 4: 4, 8: 5}[blocks] if target.platform == "cuda" else 1
+        return Config(keys=keys, blocks=blocks, num_stages=stages)

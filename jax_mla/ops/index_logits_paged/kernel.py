@@ -1,4 +1,4 @@
-"""Paged index logits by XLA, and as a Pallas kernel of one program for each request and block of its tokens."""
+"""Paged index logits by XLA, and as a Pallas kernel of one program for each request and some blocks of its tokens."""
 
 from functools import partial
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_mla import pallas_triton as pt
-from jax_mla.fp8 import from_bits, to_bits
+from jax_mla.fp8 import from_bits
 from jax_mla.layouts import INDEX_HEAD_DIM
-from jax_mla.ops.index_logits_ragged.kernel import load_query, products, score
+from jax_mla.ops.index_logits_ragged.kernel import as_kernel_reads, load_codes, load_query, products, score
 
 
 def xla(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n):
@@ -31,9 +31,9 @@ def xla(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, n
 
 
 def _kernel(
-    q_ref,  # [B * next_n, Hi, 128] u8
+    q_ref,  # [B * next_n, Hi, 128]
     weights_ref,  # [B * next_n, Hi]
-    pool_ref,  # [pages, page_bytes] u8
+    pool_ref,  # [pages, page_bytes], fp8 or u8
     scale_ref,  # [pages, page_bytes / 4] f32: the same bytes
     token_table_ref,  # [R, C]
     requests_ref,  # [B]
@@ -44,50 +44,56 @@ def _kernel(
     next_n,
     block_h,
     keys,
+    blocks,
 ):
     b = pt.program_id(0)
-    first = pt.program_id(1) * keys
-    s = first + jnp.arange(keys)
+    first_block = pt.program_id(1) * blocks
     length, request = lengths_ref[b], requests_ref[b]
     known = (request >= 0) & (request < token_table_ref.shape[0])
+    length = jnp.where(known, length, 0)
     column = jnp.arange(INDEX_HEAD_DIM)
+    queries = [load_query(q_ref, weights_ref, b * next_n + i, block_h, layout.fp8) for i in range(next_n)]
 
-    def store(i, value):
-        row = jnp.full((keys,), b * next_n + i)
-        pt.store(logits_ref.at[row, s], value, mask=s < logits_ref.shape[1])
+    def store(s, values):
+        for i, value in enumerate(values):
+            pt.store(logits_ref.at[b * next_n + i, s], value, mask=s < logits_ref.shape[1])
 
-    @pt.when((first < length) & known)
-    def _():
-        row = jnp.full((keys,), request)
-        slot = pt.load(token_table_ref.at[row, s], mask=(s < length) & (s < token_table_ref.shape[1]), other=-1)
+    def block(i, _):
+        s = (first_block + i) * keys + jnp.arange(keys)
+        slot = pt.load(token_table_ref.at[request, s], mask=(s < length) & (s < token_table_ref.shape[1]), other=-1)
         valid = (slot >= 0) & (slot < pool_ref.shape[0] * layout.page_size)
         slot = jnp.where(valid, slot, 0)
         page, token = slot // layout.page_size, slot % layout.page_size
         at = layout.key_base(token)[:, None] + layout.key_column(column)[None, :]
         mask = jnp.broadcast_to(valid[:, None], (keys, INDEX_HEAD_DIM))
-        k = from_bits(pt.load(pool_ref.at[page[:, None], at], mask=mask, other=0), layout.fp8)
+        k = load_codes(pool_ref.at[page[:, None], at], mask, layout.fp8)
         k_scale = pt.load(scale_ref.at[page, layout.scale_base(token) // 4], mask=valid, other=0.0)
-        for i in range(next_n):
-            q, w = load_query(q_ref, weights_ref, b * next_n + i, block_h, layout.fp8)
-            visible = valid & (s < length - next_n + i + 1)
-            store(i, jnp.where(visible, score(k, k_scale, q, w), -jnp.inf))
+        visible = [valid & (s < length - next_n + i + 1) for i in range(next_n)]
+        store(s, [jnp.where(v, score(k, k_scale, q, w), -jnp.inf) for v, (q, w) in zip(visible, queries, strict=True)])
 
-    @pt.when((first >= length) | ~known)
-    def _():
-        for i in range(next_n):
-            store(i, jnp.full((keys,), -jnp.inf, jnp.float32))
+    def blank(i, _):
+        s = (first_block + i) * keys + jnp.arange(keys)
+        store(s, [jnp.full((keys,), -jnp.inf, jnp.float32)] * next_n)
+
+    held = jnp.clip(pt.cdiv(length, keys) - first_block, 0, blocks)
+    lax.fori_loop(0, held, block, None)
+    lax.fori_loop(held, blocks, blank, None)
 
 
 def pallas(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n, config, interpret):
     pages, page_bytes = pool.shape
     words = lax.bitcast_convert_type(pool.reshape(pages, page_bytes // 4, 4), jnp.float32)
+    fp8 = layout.fp8
+    codes = from_bits(pool, fp8)
+    static = dict(layout=layout, next_n=next_n, block_h=pt.block(q8.shape[1], 16))
     return pt.kernel_call(
-        partial(_kernel, layout=layout, next_n=next_n, block_h=pt.block(q8.shape[1], 16), keys=config.keys),
-        (to_bits(q8), weights, pool, words, token_table, requests, lengths),
+        partial(_kernel, **static, keys=config.keys, blocks=config.blocks),
+        (as_kernel_reads(q8, fp8), weights, as_kernel_reads(codes, fp8), words, token_table, requests, lengths),
         (jax.ShapeDtypeStruct((q8.shape[0], max_len), jnp.float32),),
         name="index_logits_paged",
-        grid=(requests.shape[0], pt.cdiv(max_len, config.keys)),
+        grid=(requests.shape[0], pt.cdiv(max_len, config.keys * config.blocks)),
         num_warps=config.num_warps,
-        num_stages=1,
+        num_stages=config.num_stages,
         interpret=interpret,
+        imprecise_fp8=config.imprecise,
     )[0]

@@ -8,6 +8,7 @@ from jax_mla.ops import base
 from jax_mla.ops.index_logits_ragged.config import Config
 from jax_mla.ops.index_logits_ragged.kernel import pallas, xla
 from jax_mla.ops.index_logits_ragged.reference import reference
+from jax_mla.pallas_triton import target
 
 IMPLEMENTATIONS = {"xla": xla, "pallas": pallas, "reference": reference}
 MAX_LOGITS_BYTES = 2 << 30
@@ -56,7 +57,7 @@ def index_logits_ragged(
         IMPLEMENTATIONS,
         implementation,
         interpret,
-        lambda: Config.of(q8.shape[0]),
+        lambda: Config.of(q8.shape[0], target()),
         config,
         (q8, weights, k8, k_scale, starts, ends),
         dict(fp8=fp8),

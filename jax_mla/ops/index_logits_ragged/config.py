@@ -2,20 +2,26 @@
 
 from dataclasses import dataclass
 
-from jax_mla.pallas_triton import block
+from jax_mla.pallas_triton import Target, block
 
 
 @dataclass(frozen=True)
 class Config:
-    """- `rows`: query rows a program goes through with one tile of keys. - `keys`: keys in the tile, a power of two.
-    - `num_warps`: warps a program runs on. - `num_stages`: depth of the loop's software pipeline."""
+    """- `rows`: query rows a program goes through with one tile of keys, a power of two.
+    - `keys`: keys in the tile, a power of two from 16 on.
+    - `num_warps`: warps a program runs on. - `num_stages`: depth of the loop's software pipeline.
+    - `imprecise`: on Hopper, whether the 128 products of a head and a key are added up as its FP8 instructions do, to
+      some 14 bits (``pallas_triton.dot``); False takes 2.6 times as long. No meaning elsewhere."""
 
-    rows: int = 8
+    rows: int = 64
     keys: int = 128
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
+    imprecise: bool = True
 
     @staticmethod
-    def of(rows: int) -> "Config":
-        """128 keys by 64 heads is one full matrix tile; 8 rows reuse each key 8 times out of registers."""
-        return Config(rows=min(8, block(rows)))
+    def of(rows: int, target: Target) -> "Config":
+        """Swept on an H200: 128 keys by 64 heads take 114 registers of each thread of 4 warps, so four programs share a
+        core, and what one adds up hides behind another's products. A tile of keys serves 64 rows out of shared memory,
+        and three of their queries are on the way."""
+        return Config(rows=min(64, block(rows)), num_stages=3 if target.platform == "cuda" else 2)

@@ -10,7 +10,7 @@ class Config:
     """- `rows`: tokens a program writes, a power of two. - `num_warps`: warps a program runs on."""
 
     rows: int = 4
-    num_warps: int = 4
+    num_warps: int = 1
 
     @staticmethod
     def of(tokens: int) -> "Config":

@@ -69,7 +69,7 @@ def select(
         IMPLEMENTATIONS,
         implementation,
         interpret,
-        lambda: Config.of(logits.shape[1]),
+        lambda: Config.of(logits.shape[1], k),
         config,
         (logits, lengths, starts, table, table_rows),
         dict(k=k),

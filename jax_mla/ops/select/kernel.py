@@ -1,34 +1,39 @@
-"""Selection by XLA, and as a Pallas kernel of one program a row.
+"""Selection by XLA, and as Pallas kernels.
 
-Both find the k-th largest key by its bits, from the highest down, by counting; then they go through the row once more
-and put each chosen position behind those before it. No sort, so no order to depend on.
+XLA finds the k-th largest key by its bits, from the highest down, by counting, and a prefix sum gives each chosen
+position its place. The kernels hold up to ``config.last`` keys of a row in registers and search for a threshold that
+``k`` keys reach: a bracket that counting narrows, by interpolation between the values at its ends or by halving. Rows
+that are longer go in stages: each program passes on the positions of its largest keys, up to ``config.kept``, until
+one program can hold what is left of a row. Nothing is sorted, so there is no order to depend on.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_mla import pallas_triton as pt
+from jax_mla.ops.select.config import LINE
 
 NOT_A_CANDIDATE = -(2**31)
 NAN = NOT_A_CANDIDATE + 1
+FIRST_GUESSES = 8  # probes by interpolation before every second one halves the bracket
 
 
-def sort_key(logits, inside):
-    """int32 keys in the order of ``logits``: candidates above ``NOT_A_CANDIDATE``, NaN lowest of them, -0 as +0."""
+def sort_key(logits):
+    """int32 keys above ``NOT_A_CANDIDATE`` in the order of ``logits``: NaN lowest, -0 as +0."""
     bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.int32)
-    key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = jnp.where(logits == logits, key, NAN)
-    return jnp.where(inside, key, NOT_A_CANDIDATE)
+    return jnp.where(logits == logits, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN)
 
 
 def xla(logits, lengths, starts, table, table_rows, *, k):
     rows, columns = logits.shape
     starts = jnp.zeros_like(lengths) if starts is None else starts
     s = jnp.arange(columns)
-    key = sort_key(logits, (s >= starts[:, None]) & (s - starts[:, None] < lengths[:, None]))
+    inside = (s >= starts[:, None]) & (s - starts[:, None] < lengths[:, None])
+    key = jnp.where(inside, sort_key(logits), NOT_A_CANDIDATE)
 
     def bit(i, threshold):
         higher = threshold + (jnp.int32(1) << (31 - i))  # wraps from the least int32 to 0 for the sign bit
@@ -51,105 +56,191 @@ def xla(logits, lengths, starts, table, table_rows, *, k):
     return jnp.where(known, jnp.maximum(slots, -1), -1)
 
 
-def _kernel(
-    logits_ref,  # [T, S]
-    lengths_ref,  # [T]
-    starts_ref,  # [T]
-    table_ref,  # [S] or [R, C], or [1] and not read
-    table_rows_ref,  # [T], or [1] and not read
-    out_ref,  # [T, k], and a column that is nobody's where interpret mode needs one
-    *,
-    k,
-    table_dims,
-    columns,
-):
-    t = pt.program_id(0)
-    length = jnp.maximum(lengths_ref[t], 0)
-    start = starts_ref[t]
-    end = start + jnp.minimum(length, logits_ref.shape[1] - start)
-    first = jnp.maximum(start, 0) // columns * columns
-    tiles = jnp.maximum(pt.cdiv(end - first, columns), 0)
+def _value(key):
+    """What ``sort_key`` made ``key`` of; NaN for a key between those of two NaN."""
+    return lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
 
-    def tile(i):
-        s = first + i * columns + jnp.arange(columns)
-        inside = (s >= start) & (s < end)
-        row = jnp.full((columns,), t)
-        return s, sort_key(pt.load(logits_ref.at[row, s], mask=inside, other=0.0), inside)
 
-    # Four bits a pass: how many keys begin with the bits found so far and go on with each of the 16 digits.
-    digits = jnp.arange(16)
+def _over_all(f, x):
+    return f(x.reshape(-1))
 
-    def digit(i, found):
-        threshold, above = found
-        shift = 28 - 4 * i
 
-        def count(j, total):
-            biased = tile(j)[1] ^ NOT_A_CANDIDATE  # unsigned order of the bits = signed order of the keys
-            prefix = lax.shift_right_logical(lax.shift_right_logical(biased, shift), 4)
-            same = prefix == lax.shift_right_logical(lax.shift_right_logical(threshold, shift), 4)
-            mine = lax.shift_right_logical(biased, shift) & 15
-            hit = same[:, None] & (mine[:, None] == digits[None, :])
-            return total + jnp.sum(hit.astype(jnp.int32), axis=0)
+def _search(key, n, k, most):
+    """``(threshold, above, exact)`` of ``n`` keys, ``k`` to ``most`` of which are wanted, ``1 <= k <= n``.
 
-        total = lax.fori_loop(0, tiles, count, jnp.zeros((16,), jnp.int32))
-        larger = above + jnp.sum(total) - jnp.cumsum(total)  # keys above, for each digit chosen
-        chosen = jnp.max(jnp.where(larger + total >= k, digits, 0))
-        larger = jnp.sum(jnp.where(digits == chosen, larger, 0))
-        return threshold | (chosen << shift), larger
+    Where ``exact``, those of at least ``threshold`` are as many. Else the next larger ones, ``above < k``, are too few
+    and those of at least ``threshold`` too many: equal ones are to be told apart by their position.
+    """
 
-    threshold, above = lax.fori_loop(0, 8, digit, (jnp.int32(0), jnp.int32(0)))
-    threshold = threshold ^ NOT_A_CANDIDATE
-    above = jnp.where(threshold == NOT_A_CANDIDATE, 0, above)
-    nobodys = out_ref.shape[1] - 1
+    def unfinished(state):
+        low, high, reaching, _, _ = state
+        return (low < high) & (reaching > most)
 
-    def emit(j, done):
-        placed, ties = done
-        s, key = tile(j)
-        tied = (key == threshold) & (key > NOT_A_CANDIDATE)
-        rank = ties + jnp.cumsum(tied.astype(jnp.int32))
-        chosen = (key > threshold) | (tied & (rank <= k - above))
-        place = placed + jnp.cumsum(chosen.astype(jnp.int32)) - 1
-        if table_dims == 0:
-            value = s - start
-        elif table_dims == 1:
-            value = jnp.maximum(pt.load(table_ref.at[s], mask=chosen, other=-1), -1)
-        else:
-            request = table_rows_ref[t]
-            known = (request >= 0) & (request < table_ref.shape[0]) & (s - start < table_ref.shape[1])
-            row = jnp.full((columns,), request)
-            value = jnp.maximum(pt.load(table_ref.at[row, s - start], mask=chosen & known, other=-1), -1)
-        pt.store(out_ref.at[jnp.full((columns,), t), jnp.where(chosen, place, nobodys)], value, mask=chosen)
-        return placed + jnp.sum(chosen.astype(jnp.int32)), ties + jnp.sum(tied.astype(jnp.int32))
+    def narrow(state):
+        low, high, reaching, above, probes = state  # `reaching` keys >= low, `above` keys > high; above < k <= reaching
+        share = (reaching - k).astype(jnp.float32) / (reaching - above).astype(jnp.float32)
+        value = _value(low) + (_value(high) - _value(low)) * jnp.clip(share, 0.1, 0.9)
+        by_value = (value == value) & ((probes < FIRST_GUESSES) | (probes % 2 == 0))
+        bits = lax.bitcast_convert_type(value, jnp.int32)
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        probe = jnp.clip(jnp.where(by_value, bits ^ ((bits >> 31) & 0x7FFFFFFF), middle), low, high - 1)
+        larger = _over_all(jnp.sum, (key > probe).astype(jnp.int32))
+        enough = larger >= k
+        return (
+            jnp.where(enough, probe + 1, low),
+            jnp.where(enough, high, probe),
+            jnp.where(enough, larger, reaching),
+            jnp.where(enough, above, larger),
+            probes + 1,
+        )
 
-    placed, _ = lax.fori_loop(0, tiles, emit, (jnp.int32(0), jnp.int32(0)))
+    start = _over_all(jnp.min, key), _over_all(jnp.max, key), n, jnp.int32(0), jnp.int32(0)
+    low, _, reaching, above, _ = lax.while_loop(unfinished, narrow, start)
+    return low, above, reaching <= most
 
-    def pad(j, _):
-        place = j * columns + jnp.arange(columns)
-        empty = (place >= placed) & (place < k)
-        at = out_ref.at[jnp.full((columns,), t), jnp.where(empty, place, nobodys)]
-        pt.store(at, jnp.full((columns,), -1, jnp.int32), mask=empty)
 
-    lax.fori_loop(placed // columns, pt.cdiv(k, columns), pad, None)
+def _places(key, threshold, above, exact, k):
+    """Of each key ``[lines, LINE]``, line by line, the place among those chosen, or -1; and how many those are."""
+
+    def running(x):
+        lines = jnp.sum(x, axis=1)
+        return jnp.cumsum(x, axis=1) + (jnp.cumsum(lines) - lines)[:, None], jnp.sum(lines)
+
+    def all_that_reach():
+        count, total = running((key >= threshold).astype(jnp.int32))
+        return jnp.where(key >= threshold, count - 1, -1), total
+
+    def first_of_equals():
+        larger, equal = key > threshold, key == threshold
+        both, total = running(larger.astype(jnp.int32) + (equal.astype(jnp.int32) << 16))
+        room = k - above
+        equals = jnp.minimum(both >> 16, room)
+        place = jnp.where(larger | (equal & (both >> 16 <= room)), (both & 0xFFFF) + equals - 1, -1)
+        return place, (total & 0xFFFF) + jnp.minimum(total >> 16, room)
+
+    return lax.cond(exact, all_that_reach, first_of_equals)
+
+
+def _put(ref, row, place, values):
+    """Stores where ``place`` is not < 0. Interpret mode stores what was there where a mask is off: those lanes get a
+    column of their own, the last."""
+    at = jnp.where(place >= 0, place, ref.shape[-1] - 1)
+    pt.store(ref.at[(*row, at)], values, mask=place >= 0)
+
+
+def _kernel(*refs, names, k, width, columns, kept):
+    """One program's part of a row. By name, where they are:
+
+    - `logits` ``[T, S]``; `lengths`, `starts` ``[T]``; `table` ``[S]`` or ``[R, C]``, `table_rows` ``[T]``.
+    - `positions` ``[T, parts, kept]`` in the window, which the stage before passed on, and how many, `counts`
+      ``[T, parts]``.
+    - `out` ``[T, k]`` of the last stage, or what is passed on to the next: `positions_out`, `counts_out`.
+    """
+    ref: dict[str, Any] = dict(zip(names, refs, strict=True))
+    t, part = pt.program_id(0), pt.program_id(1)
+    first = part * columns
+    column = jnp.arange(columns // LINE)[:, None] * LINE + jnp.arange(LINE)[None, :]
+    asked = ref["starts"][t] if "starts" in ref else 0
+    start, length = jnp.maximum(asked, 0), jnp.maximum(ref["lengths"][t], 0)
+    end = asked + jnp.minimum(length, width - asked)
+    length = jnp.maximum(end - start, 0)
+
+    def load():
+        """Keys, how many there are, and the function from a mask to their positions in the window (read again rather
+        than kept). Columns that hold none come after those that do, and look like NaN."""
+        logits = ref["logits"]
+        if "positions" not in ref:
+            n = jnp.minimum(length - first, columns)
+            at = logits.at[t, start + first + column]
+            masked = lambda: sort_key(pt.load(at, mask=column < n, other=jnp.nan))  # noqa: E731
+            return lax.cond(n == columns, lambda: sort_key(pt.load(at)), masked), n, lambda _: first + column
+        flat = first + column
+        source = (first + jnp.arange(columns // LINE) * LINE) // kept
+        count = pt.load(ref["counts"].at[t, source], mask=source < ref["counts"].shape[1], other=0)
+        inside = flat % kept < count[:, None]
+
+        def position(mask):
+            return pt.load(ref["positions"].at[t, flat // kept, flat % kept], mask=mask & inside, other=0)
+
+        key = sort_key(pt.load(logits.at[t, start + position(inside)], mask=inside, other=jnp.nan))
+        return key, jnp.int32(columns), position
+
+    def choose(wanted, most):
+        key, n, position = load()
+        wanted = jnp.minimum(wanted, n)
+        threshold, above, exact = _search(key, n, wanted, jnp.minimum(most, n))
+        place, total = _places(key, threshold, above, exact, wanted)
+        place = jnp.where(place < n, place, -1)  # columns that hold none come last, if at all
+        return place, jnp.minimum(total, n), position(place >= 0)
+
+    if "out" not in ref:
+        busy = (length > k) & (True if "positions" in ref else first < length)
+
+        @pt.when(busy)
+        def _():
+            place, total, position = choose(k, kept)
+            _put(ref["positions_out"], (t, part), place, position)
+            ref["counts_out"][t, part] = total
+
+        @pt.when(~busy)
+        def _():
+            ref["counts_out"][t, part] = 0
+
+        return
+
+    def of_table(position, mask):
+        """What is written for ``position`` in the window."""
+        if "table" not in ref:
+            return position + (start - asked)
+        table = ref["table"]
+        if "table_rows" not in ref:
+            return jnp.maximum(pt.load(table.at[start + position], mask=mask, other=-1), -1)
+        request, position = ref["table_rows"][t], position + (start - asked)
+        mask = mask & (request >= 0) & (request < table.shape[0]) & (position < table.shape[1])
+        return jnp.maximum(pt.load(table.at[request, position], mask=mask, other=-1), -1)
+
+    @pt.when(length > k)
+    def _():
+        place, _, position = choose(k, k)
+        _put(ref["out"], (t,), place, of_table(position, place >= 0))
+
+    @pt.when(length <= k)
+    def _():
+        place = jnp.arange(pt.block(k))
+        taken = place < jnp.minimum(length, k)
+        _put(ref["out"], (t,), jnp.where(place < k, place, -1), jnp.where(taken, of_table(place, taken), -1))
 
 
 def pallas(logits, lengths, starts, table, table_rows, *, k, config, interpret):
-    rows = logits.shape[0]
-    unread = jnp.zeros((1,), jnp.int32)
-    out = pt.kernel_call(
-        partial(_kernel, k=k, table_dims=0 if table is None else table.ndim, columns=config.columns),
-        (
-            logits,
-            lengths,
-            jnp.zeros_like(lengths) if starts is None else starts,
-            unread if table is None else table,
-            unread if table_rows is None else table_rows,
-        ),
-        # Interpret mode stores what was there where a mask is off: those lanes get a column of their own.
-        (jax.ShapeDtypeStruct((rows, k + interpret), jnp.int32),),
-        name="select",
-        grid=(rows,),
-        num_warps=config.num_warps,
-        num_stages=1,
-        interpret=interpret,
-    )[0]
-    return out[:, :k]
+    config.check(k)
+    rows, width = logits.shape
+    spare = int(interpret)  # the column of _put
+    windows = dict(lengths=lengths) | ({} if starts is None else dict(starts=starts))
+    tables = {name: x for name, x in (("table", table), ("table_rows", table_rows)) if x is not None}
+
+    def stage(name, inputs, outputs, columns, parts, num_warps):
+        kernel = partial(_kernel, names=(*inputs, *outputs), k=k, width=width, columns=columns, kept=config.kept)
+        out = pt.kernel_call(
+            kernel,
+            tuple(inputs.values()),
+            tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in outputs.values()),
+            name=name,
+            grid=(rows, parts),
+            num_warps=num_warps,
+            num_stages=1,
+            interpret=interpret,
+        )
+        return dict(zip(outputs, out, strict=True))
+
+    source, left = dict(logits=logits), width
+    while left > config.last:
+        parts = pt.cdiv(left, config.part)
+        kept = (rows, parts, config.kept + spare)
+        outputs = dict(positions_out=kept, counts_out=(rows, parts))
+        out = stage("select_some", source | windows, outputs, config.part, parts, config.num_warps)
+        passed_on = dict(positions=out["positions_out"][..., : config.kept], counts=out["counts_out"])
+        source, left = dict(logits=logits) | passed_on, parts * config.kept
+    columns = pt.block(left, LINE)
+    outputs = dict(out=(rows, k + spare))
+    out = stage("select", source | windows | tables, outputs, columns, 1, config.warps_for(columns))
+    return out["out"][:, :k]

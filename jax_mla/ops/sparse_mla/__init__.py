@@ -8,6 +8,7 @@ from jax_mla.ops import base
 from jax_mla.ops.sparse_mla.config import Config
 from jax_mla.ops.sparse_mla.kernel import pallas, xla
 from jax_mla.ops.sparse_mla.reference import reference
+from jax_mla.pallas_triton import target
 
 IMPLEMENTATIONS = {"xla": xla, "pallas": pallas, "reference": reference}
 
@@ -69,7 +70,7 @@ def sparse_mla(
         IMPLEMENTATIONS,
         implementation,
         interpret,
-        lambda: Config.of(q_nope.shape[0], q_nope.shape[1], slots.shape[1]),
+        lambda: Config.of(q_nope.shape[0], q_nope.shape[1], slots.shape[1], layout, target()),
         config,
         (q_nope, q_rope, pool, slots, kv_scale),
         dict(layout=layout, softmax_scale=softmax_scale),

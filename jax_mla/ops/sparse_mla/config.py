@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from jax_mla.pallas_triton import block, cdiv
+from jax_mla.layouts import KVLayout
+from jax_mla.pallas_triton import Target, block, cdiv
+
+DECODE_ROWS = 512  # up to as many rows the selection may be split
 
 
 @dataclass(frozen=True)
@@ -11,6 +14,8 @@ class Config:
     - `keys`: selected rows it reads at a time, a power of two from 16 on.
     - `splits`: parts the selection is cut into, each a program; merged by log-sum-exp where more than 1.
     - `num_warps`, `num_stages`: warps a program runs on, depth of the loop's software pipeline.
+    - `loads`: 2 where FP8 codes are to be read once for each of the two products. These want them in two layouts, and
+      Triton copies to shared memory ahead of time, as Hopper can, only what is wanted in one.
     """
 
     heads: int = 16
@@ -18,12 +23,37 @@ class Config:
     splits: int = 1
     num_warps: int = 4
     num_stages: int = 1
+    loads: int = 1
 
     @staticmethod
-    def of(rows: int, heads: int, selected: int) -> "Config":
-        """16 heads by 32 keys fit the registers of gfx942, gfx950 and sm_90 without a spill, four accumulators of 128
-        columns included. Few rows don't fill a card of 100 to 300 cores: they are split until some 512 programs run,
-        but never below 128 keys a part, under which merging costs more than it hides."""
-        programs = max(1, rows * cdiv(heads, 16))
-        splits = min(cdiv(512, programs), cdiv(selected, 128), 16)
-        return Config(splits=block(splits) if splits > 1 else 1)
+    def of(rows: int, heads: int, selected: int, layout: KVLayout, target: Target) -> "Config":
+        """Swept on an H200; on AMD by what a kernel takes of the registers.
+
+        - CUDA: 16 heads by 64 keys on 4 warps are two programs on each of 132 cores: rows are split until about as
+          many run. Prefill has rows enough, and runs best as 4 programs of 2 warps a core. Many heads of a bf16 pool
+          share what they read in tiles of 64, on warpgroup instructions, by 64 keys in decode and 128 in prefill; of an
+          fp8_576 pool in tiles of 32, the most that codes converted in registers leave room for; of fp8_656 not even
+          that.
+        - ROCm: 16 heads by 32 keys fit the registers of gfx942 and gfx950 without a spill. 256 or 304 cores are filled
+          twice, in parts of 128 keys at least.
+        """
+        if target.platform != "cuda":
+            programs = rows * cdiv(heads, 16)
+            splits = min(cdiv(512, programs), cdiv(selected, 128), 16) if rows <= DECODE_ROWS else 1
+            return Config(splits=_power_of_two_below(splits))
+        if layout.name == "bf16" and heads > 32:
+            decode, prefill = Config(64, 64, num_warps=8, num_stages=2), Config(64, 128, num_warps=8)
+            tile = decode if rows <= DECODE_ROWS else prefill
+        elif layout.name == "bf16":
+            tile = Config(keys=64, num_stages=2) if rows <= DECODE_ROWS else Config(num_warps=2, num_stages=2)
+        elif layout.name == "fp8_576" and heads > 16:
+            tile = Config(heads=32, num_stages=3, loads=2)
+        else:
+            tile = Config(keys=64, num_stages=2, loads=2)
+        room = 264 // (rows * cdiv(heads, tile.heads)) if rows <= DECODE_ROWS else 1
+        splits = _power_of_two_below(max(1, min(room, cdiv(selected, 64))))
+        return Config(tile.heads, tile.keys, splits, tile.num_warps, tile.num_stages, tile.loads)
+
+
+def _power_of_two_below(n: int) -> int:
+    return block(n) if block(n) == n else block(n) // 2

@@ -159,7 +159,7 @@ def test_a_real_one(name):
     assert executable.arch.split(":")[0] == name and executable.others == ()
     first, merge = executable.kernels
     assert (first.name, merge.name) == ("sparse_mla_bf16", "sparse_mla_merge")
-    assert first.grid == (8, 1, 4) and merge.grid == (8, 16, 1)
+    assert first.grid == (8, 1, 4) and merge.grid == (8, 16, 4)
     parts = 4 * 8 * 4 * 16 * 512
     assert executable.constants.keys() == {x.number for x in first.arguments if x.role == "constant"}
     assert list(executable.constants.values()) == [files.ONE]

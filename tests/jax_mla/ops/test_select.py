@@ -158,7 +158,11 @@ def test_a_row_alone_gives_the_same(how):
 
 
 @pytest.mark.parametrize("starts", [None, STARTS], ids=["from 0", "windows"])
-@pytest.mark.parametrize("tiles", [Config(64, 1), Config(128, 2), Config(2048, 16)], ids=str)
+@pytest.mark.parametrize(
+    "tiles",
+    [Config(256, 256, 128, 1), Config(512, 256, 128, 2), Config(512, 512, 256, 4), Config(4096, 512, 128, 16)],
+    ids=str,
+)
 def test_any_tile(tiles, starts):
     for kind in KINDS:
         logits = logits_of(kind)

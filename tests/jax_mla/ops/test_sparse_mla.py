@@ -42,7 +42,7 @@ def pool_bytes(layout: KVLayout, kv_scale: float, rng) -> np.ndarray:
     scales = np.exp(rng.standard_normal((ROWS, 4)) - 4).astype("<f4")
     scales[::7, 1] = 0  # tiles of zeros, whatever their codes
     codes = (latent / np.exp(-4)).astype(FP8["e4m3fn"]).view(np.uint8)
-    codes[::7, 128:256] = 0xFF
+    codes[::7, 128:256] = 0xFE
     return np.concatenate([codes, scales.view(np.uint8), rope.astype(ml_dtypes.bfloat16).view(np.uint8)], axis=1)
 
 
