@@ -59,7 +59,8 @@ def logits(**changes) -> Row:
         logits(matrix=FP8),
         logits(matrix=FP8 | BF16),
         logits(matrix=F8F6F4, target="gfx950"),
-        logits(matrix=BF16, target="sm_90"),
+        logits(matrix={"QGMMA.64x64x32.F32.E4M3.E4M3": 8}, target="sm_90"),
+        replace(GOOD, target="sm_90", threads=256, vector_spills=96, local_bytes=384),
         logits(matrix={}, kernel="sparse_mla_merge"),
     ],
 )
