@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -15,9 +16,10 @@ from bench.case import Case, Source
 from bench.peers import JaxPeer, Missing, Peer, TorchPeer
 from bench.timing import Time
 
+PROGRAM_CALLS_OF = {"reference": (1,), "xla": (1, 4)}  # what is not meant to be fast: compiling it takes longest
 IMPLEMENTATIONS = {"cpu": ("xla", "reference"), "gpu": ("pallas", "xla", "reference")}
 CHECKED_ROWS = 16  # of a result; all where it has no more
-MAX_SETS = 256  # of inputs
+MAX_SETS = 32  # of inputs
 MAX_GRAPHS = 16
 
 
@@ -42,8 +44,8 @@ class Inputs:
     """A case's inputs on JAX's default device, and in numpy those of the first call.
 
     `varied` are so many that what the calls move, counted as the case's cost counts it, is twice what a cache holds;
-    but no more than ``MAX_SETS``, so calls that move less than some 2 MB may find inputs in the cache, as they do in a
-    model, where the op before has just written them. Pools are too large for a cache in any case.
+    but no more than ``MAX_SETS``, so calls that move less than some 16 MB may find inputs in a cache of that size, as
+    they do in a model, where the op before has just written them. Pools are too large for a cache in any case.
     """
 
     def __init__(self, case: Case, platform: str, seed: int):
@@ -62,7 +64,9 @@ class Inputs:
 class JaxRunner:
     """Runs ``call(shared, varied)``, a function of JAX arrays, in compiled programs of `calls` calls one after another.
 
-    Under ``jit``, as a model calls the ops: checks of arguments' values are not in the time.
+    Under ``jit``, as a model calls the ops: checks of arguments' values are not in the time. What the host does for a
+    program goes by its arguments and results, some µs for each, so a program of many calls takes every set of inputs
+    once, whatever it calls with them, and gives of each result one number, without which XLA would leave the call out.
     """
 
     calls = 1
@@ -72,19 +76,20 @@ class JaxRunner:
         donated = case.donated
         only_pool = donated == 1
 
-        def program(pools, shared, group):
-            outputs = []
-            for varied in group:
-                if outputs and not only_pool:  # one after the other, as they are where all they give is a pool
-                    varied, _ = lax.optimization_barrier((varied, outputs[-1]))
+        def program(pools, shared, sets, calls):
+            result, seen = (), []
+            for j in range(calls):
+                varied = sets[j % len(sets)]
+                if j and not only_pool:  # one after the other, as they are where all they give is a pool
+                    varied, _ = lax.optimization_barrier((varied, result))
                 result = call((*pools, *shared), varied)
                 if donated:
                     result = result if isinstance(result, tuple) else (result,)
                     pools, result = result[:donated], result[donated:]
-                outputs.append(result)  # nothing where there is but a pool
-            return pools, outputs
+                seen.append(_glance(result))
+            return pools, result if calls == 1 else (), jnp.stack(seen)
 
-        self._program = jax.jit(program, donate_argnums=0)
+        self._program = jax.jit(program, donate_argnums=0, static_argnums=3)
         self._pools, self._shared = inputs.shared[:donated], inputs.shared[donated:]
         self._donated = donated
 
@@ -94,7 +99,7 @@ class JaxRunner:
 
     def output(self):
         """What the first call gives, in numpy."""
-        pools, (out,) = self._program(self._copies(), self._shared, [self.inputs.varied[0]])
+        pools, out, _ = self._program(self._copies(), self._shared, [self.inputs.varied[0]], 1)
         if not self._donated:
             return jax.device_get(out)
         return jax.device_get((*pools, *out) if out else pools[0])
@@ -103,13 +108,21 @@ class JaxRunner:
         return jax.tree.map(lambda x: x.copy(), self._pools)
 
     def start(self, i: int):
+        """Pools, and of each call one number of what it gave."""
         if i == 0 and self._donated:
             self._pools = self._copies()  # the inputs stay for others
-        group = self.inputs.group(i * self.calls, self.calls)
-        self._pools, outputs = self._program(self._pools, self._shared, group)
-        return self._pools, outputs
+        different = len(self.inputs.varied)
+        sets = self.inputs.varied if self.calls >= different else self.inputs.group(i * self.calls, self.calls)
+        self._pools, _, seen = self._program(self._pools, self._shared, sets, self.calls)
+        return self._pools, seen
 
     wait = staticmethod(jax.block_until_ready)
+
+
+def _glance(result) -> jax.Array:
+    """A number of each array in ``result``, added up."""
+    numbers = [x.reshape(-1)[0].astype(jnp.float32) for x in jax.tree.leaves(result)]
+    return sum(numbers, jnp.float32(0))
 
 
 class TorchRunner:
@@ -218,7 +231,7 @@ def _outcome(
         if not error <= bound:
             return result(error=error, why=f"{error:.3g} {unit}, more than {bound:g}", failed=True)
         if platform == "gpu":
-            timing.lengthen(runner, (1,) if name == "reference" else timing.PROGRAM_CALLS, platform)
+            timing.lengthen(runner, PROGRAM_CALLS_OF.get(name, timing.PROGRAM_CALLS), platform)
             seconds = 0.0 if name == "reference" else seconds  # the fewest rounds: no one waits for it
         time = timing.measure(runner.start, runner.wait, runner.calls, platform, seconds)
     except Missing as missing:

@@ -86,8 +86,13 @@ def measure(run: Callable[[int], object], wait: Callable[[object], object], call
 
 
 def lengthen(runner, choices: Sequence[int], platform: str) -> None:
-    """Has ``runner`` put as many calls in a program as make it long enough, the fewest of ``choices`` or the last."""
-    for calls in choices:
+    """Has ``runner`` put as many calls in a program as make it long enough, few of ``choices`` or the last.
+
+    Each size is compiled, which takes longer than all else; so the next to be tried is the one that would do if a call
+    took as long as it does now. It takes no longer in more company, so none is left out that would have been enough.
+    """
+    calls = choices[0]
+    while True:
         runner.repeat(calls)
         if calls == choices[-1]:
             return
@@ -99,6 +104,8 @@ def lengthen(runner, choices: Sequence[int], platform: str) -> None:
         took = measure(runner.start, runner.wait, calls, platform, 0.0)
         if took.median_us * calls >= PROGRAM_US and took.host_us <= took.median_us / 2:
             return
+        more = [c for c in choices if c > calls]
+        calls = next((c for c in more if c * took.median_us >= PROGRAM_US), more[-1])
 
 
 @dataclass(frozen=True)

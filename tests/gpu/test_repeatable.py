@@ -1,5 +1,7 @@
 """What the compiled kernels promise about bits: the same on every run, and whatever else is in the batch."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ from jax_mla import (
 from jax_mla.ops.sparse_mla.config import Config
 from jax_mla.pallas_triton import target
 
-HOW = dict(implementation="pallas")
+HOW: dict[str, Any] = dict(implementation="pallas")
 
 
 def normal(seed: int, *shape, dtype=jnp.float32):

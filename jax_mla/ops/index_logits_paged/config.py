@@ -20,9 +20,11 @@ class Config:
     @staticmethod
     def of(requests: int, max_len: int, target: Target) -> "Config":
         """Memory-bound, 132 bytes a token. Swept on an H200: tiles of 64 tokens, five of them on the way; up to 8 go
-        through one program, but fewer where there would be less than 512 programs to share the reading."""
+        through one program, but fewer where there would be less than 512 programs to share the reading. On AMD by
+        estimated times (``jax_mla.aot``)."""
         keys = min(64, block(max_len, 16))
         room = requests * cdiv(max_len, keys) // 512
         blocks = max(b for b in (1, 2, 4, 8) if b <= max(1, room))
-        stages = {1: 1, 2: 2, 4: 4, 8: 5}[blocks] if target.platform == "cuda" else 1
-        return Config(keys=keys, blocks=blocks, num_stages=stages)
+        if target.platform != "cuda":
+            return Config(keys=keys, blocks=blocks, num_warps=2, num_stages=1)
+        return Config(keys=keys, blocks=blocks, num_stages={1: 1, 2: 2, 4: 4, 8: 5}[blocks])

@@ -34,13 +34,13 @@ class Config:
           share what they read in tiles of 64, on warpgroup instructions, by 64 keys in decode and 128 in prefill; of an
           fp8_576 pool in tiles of 32, the most that codes converted in registers leave room for; of fp8_656 not even
           that.
-        - ROCm: 16 heads by 32 keys fit the registers of gfx942 and gfx950 without a spill. 256 or 304 cores are filled
-          twice, in parts of 128 keys at least.
+        - ROCm: 16 heads by 32 keys fit the registers of gfx942 and gfx950 without a spill; of 4 warps half would repeat
+          what the others multiply. 256 or 304 cores are filled twice, in parts of 128 keys at least.
         """
         if target.platform != "cuda":
             programs = rows * cdiv(heads, 16)
             splits = min(cdiv(512, programs), cdiv(selected, 128), 16) if rows <= DECODE_ROWS else 1
-            return Config(splits=_power_of_two_below(splits))
+            return Config(splits=_power_of_two_below(splits), num_warps=2)
         if layout.name == "bf16" and heads > 32:
             decode, prefill = Config(64, 64, num_warps=8, num_stages=2), Config(64, 128, num_warps=8)
             tile = decode if rows <= DECODE_ROWS else prefill

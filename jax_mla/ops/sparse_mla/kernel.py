@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_mla import pallas_triton as pt
-from jax_mla.fp8 import E4M3FN, decode_f16
+from jax_mla.fp8 import E4M3FN, decode_f16, from_bits
 from jax_mla.layouts import BLOCK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from jax_mla.ops.sparse_mla.reference import reference
 
@@ -74,7 +74,10 @@ def _planes(words, anchor, fp8, dtype, native):
             code = f"{{.reg .b16 a, b; .reg .b32 x; prmt.b32 x, $1, $2, {16 * (4 + j) + j}; mov.b32 {{a, b}}, x; "
             inputs = [words] if anchor is None else [words, jnp.broadcast_to(anchor[:, None], words.shape)]
             return pt.ptx(code + "cvt.rn.f16x2.e4m3x2 $0, a;}", inputs, jnp.float16, pack=2)
-        return decode_f16(lax.shift_right_logical(words, 8 * j) & 0xFF, fp8).astype(dtype)
+        codes = lax.shift_right_logical(words, 8 * j) & 0xFF
+        if fp8 == E4M3FN:
+            return from_bits(codes.astype(jnp.uint8), fp8).astype(dtype)
+        return decode_f16(codes, fp8).astype(dtype)
 
     return [plane(j) for j in range(4)]
 
