@@ -108,16 +108,16 @@ def fn_to_fnuz(codes: Array, scale: Array) -> tuple[Array, Array]:
 
 
 def decode_f16(codes: Array, fp8: Fp8Format) -> Array:
-    """The float16 values, all exact, of ``codes`` (int32, 0 to 255), by their bits. NaN bytes become NaN.
+    """The float16 values, all exact, of ``codes`` (int32, 0 to 255). NaN bytes become NaN.
 
-    ``seeeemmm`` moved to where float16 has its sign, exponent and mantissa is worth 2^-8 (fn) or 2^-7 (fnuz) of what it
-    was, subnormal or not: the two exponents' biases differ by as much.
+    Of e4m3fnuz by its bits: ``seeeemmm`` moved to where float16 has its sign, exponent and mantissa is worth 2^-7 of
+    what it was, subnormal or not, since the two exponents' biases differ by 7.
     """
+    if fp8 == E4M3FN:
+        return from_bits(codes.astype(jnp.uint8), fp8).astype(jnp.float16)
     half = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-    value = lax.bitcast_convert_type(half.astype(jnp.int16), jnp.float16)
-    value = value * jnp.float16(256.0 if fp8 == E4M3FN else 128.0)
-    nan = (codes & 0x7F) == 0x7F if fp8 == E4M3FN else codes == 0x80
-    return jnp.where(nan, jnp.float16(jnp.nan), value)
+    value = lax.bitcast_convert_type(half.astype(jnp.int16), jnp.float16) * jnp.float16(128.0)
+    return jnp.where(codes == 0x80, jnp.float16(jnp.nan), value)
 
 
 def block_scale(amax: Array, fp8: Fp8Format, scale: str) -> Array:

@@ -38,7 +38,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 load = plgpu.load
 store = plgpu.store
 program_id = pl.program_id
-num_programs = pl.num_programs
 cdiv = pl.cdiv
 when = pl.when
 
@@ -53,13 +52,6 @@ class Target:
     @property
     def is_gpu(self) -> bool:
         return self.platform != "cpu"
-
-    @property
-    def max_shared_bytes(self) -> int:
-        """Shared memory (LDS) that one program may take."""
-        if self.platform == "rocm":
-            return 64 << 10 if self.kind.startswith("gfx94") else 160 << 10
-        return 227 << 10
 
 
 GFX942 = Target("rocm", "gfx942")
@@ -254,6 +246,11 @@ def ptx(code: str, inputs: Sequence[Array], dtype, *, pack: int) -> Array:
 def exp2(x: Array, native: bool) -> Array:
     """``2^x`` in float32; by the card's own instruction (2 ulp, results under 2^-126 become 0) where ``native``."""
     return ptx("ex2.approx.ftz.f32 $0, $1;", [x], jnp.float32, pack=1) if native else jnp.exp2(x)
+
+
+def are_powers_of_two(*sizes: int) -> bool:
+    """Whether all of ``sizes`` are powers of two from 1 on."""
+    return all(n >= 1 and n & (n - 1) == 0 for n in sizes)
 
 
 def block(n: int, at_least: int = 1) -> int:

@@ -3,8 +3,9 @@
 One row a kernel: registers, spills, memory, matrix instructions, widths of loads and stores, and what its instructions
 and its bytes take at best.
 
-Exit status 1, and a line in words, for a kernel that doesn't compile, a vector spill in a decode kernel, more shared
-memory than the chip has, and index logits without FP8 matrix instructions on AMD.
+Exit status 1, and a line in words, for a kernel that doesn't compile, a vector spill in a decode kernel beyond those
+that report.ACCEPTED_SPILLS names, more shared memory than the chip has, and index logits without FP8 matrix
+instructions.
 """
 
 import json
@@ -55,6 +56,8 @@ def main(targets, which, ops, match, json_file):
     }
     if not any(chosen.values()):
         raise click.ClickException(f"no case of the set {which!r} is left by --op and --match")
+    if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     faults: list[str] = []
     for name, of_chip in chosen.items():

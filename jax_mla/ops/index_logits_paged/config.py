@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jax_mla.pallas_triton import Target, block, cdiv
+from jax_mla.pallas_triton import Target, are_powers_of_two, block, cdiv
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,13 @@ class Config:
     num_warps: int = 4
     num_stages: int = 5
     imprecise: bool = True
+
+    def check(self) -> None:
+        """Raises ``ValueError`` for what is no tile."""
+        powers = are_powers_of_two(self.blocks, self.keys, self.num_warps)
+        if not (powers and self.keys >= 16 and self.num_stages >= 1):
+            expected = "blocks, keys and num_warps powers of two, keys from 16 and num_stages from 1 on"
+            raise ValueError(f"index_logits_paged: config expected {expected}, got {self}")
 
     @staticmethod
     def of(requests: int, max_len: int, target: Target) -> "Config":

@@ -81,6 +81,7 @@ def _kernel(
 
 
 def pallas(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n, config, interpret):
+    config.check()
     pages, page_bytes = pool.shape
     words = lax.bitcast_convert_type(pool.reshape(pages, page_bytes // 4, 4), jnp.float32)
     fp8 = layout.fp8

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jax_mla.pallas_triton import Target, block
+from jax_mla.pallas_triton import Target, are_powers_of_two, block
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,13 @@ class Config:
     num_warps: int = 4
     num_stages: int = 3
     imprecise: bool = True
+
+    def check(self) -> None:
+        """Raises ``ValueError`` for what is no tile."""
+        powers = are_powers_of_two(self.rows, self.keys, self.num_warps)
+        if not (powers and self.keys >= 16 and self.num_stages >= 1):
+            expected = "rows, keys and num_warps powers of two, keys from 16 and num_stages from 1 on"
+            raise ValueError(f"index_logits_ragged: config expected {expected}, got {self}")
 
     @staticmethod
     def of(rows: int, target: Target) -> "Config":

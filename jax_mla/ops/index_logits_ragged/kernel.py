@@ -105,6 +105,7 @@ def _kernel(
 
 
 def pallas(q8, weights, k8, k_scale, starts, ends, *, fp8, config, interpret):
+    config.check()
     t, h, _ = q8.shape
     return pt.kernel_call(
         partial(_kernel, fp8=fp8, block_h=pt.block(h, 16), rows=config.rows, keys=config.keys),

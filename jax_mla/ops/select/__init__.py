@@ -30,8 +30,9 @@ def select(
     $$\mathrm{out}_t = \mathrm{sort}\big(\{p : |\{q : l_q > l_p \vee (l_q = l_p \wedge q < p)\}| < k\}\big)$$
 
     then -1 up to ``k``. Ties go to the lower position; the result is a set written in ascending order, so it is the
-    same bits on every run, every card and every rank. -0 equals +0; NaN ranks below everything, -inf included. A row of
-    ``k`` tokens or fewer gives ``0 .. length - 1`` whatever its logits are, an empty one gives all -1.
+    same bits on every run and every rank. -0 equals +0, and on a CPU subnormal numbers do too; NaN ranks below
+    everything, -inf included. A row of ``k`` tokens or fewer gives ``0 .. length - 1`` whatever its logits are, an
+    empty one gives all -1.
 
     - `logits`: float32 ``[T, S]``; outside of a row's window it may hold anything, NaN too.
     - `lengths`: int32 ``[T]``, tokens in the window; 0 or less is empty.

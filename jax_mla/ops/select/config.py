@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jax_mla.pallas_triton import block, cdiv
+from jax_mla.pallas_triton import are_powers_of_two, block, cdiv
 
 LINE = 128  # keys of a line, over which a prefix sum goes within a few lanes
 
@@ -13,7 +13,7 @@ class Config:
       - `part` keys, a power of two, of each of which a program passes on
       - `kept` at most, a power of two from ``k`` on. The more over ``k``, the sooner it has found a threshold, and the
         more is left to choose from.
-    - `num_warps`: warps a program of ``part`` keys or more runs on; one of fewer runs on fewer.
+    - `num_warps`: warps a program runs on at most, one for each 512 keys.
     """
 
     last: int
@@ -23,7 +23,7 @@ class Config:
 
     def check(self, k: int) -> None:
         """Raises ``ValueError`` unless a row of any width comes down to one program that can choose ``k``."""
-        powers = all(block(x) == x for x in (self.last, self.part, self.kept, self.num_warps))
+        powers = are_powers_of_two(self.last, self.part, self.kept, self.num_warps)
         if not (powers and max(LINE, k) <= self.kept <= self.part // 2 and self.part <= self.last <= 1 << 16):
             expected = f"powers of two, {max(LINE, k)} <= kept <= part / 2 and part <= last <= 65536"
             raise ValueError(f"select: config expected {expected}, got {self}")

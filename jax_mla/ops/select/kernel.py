@@ -19,6 +19,7 @@ from jax_mla.ops.select.config import LINE
 
 NOT_A_CANDIDATE = -(2**31)
 NAN = NOT_A_CANDIDATE + 1
+FAR_LEFT = -(2**30)  # no window from further left is told apart, so that positions don't overflow
 FIRST_GUESSES = 8  # probes by interpolation before every second one halves the bracket
 
 
@@ -30,7 +31,7 @@ def sort_key(logits):
 
 def xla(logits, lengths, starts, table, table_rows, *, k):
     rows, columns = logits.shape
-    starts = jnp.zeros_like(lengths) if starts is None else starts
+    starts = jnp.zeros_like(lengths) if starts is None else jnp.maximum(starts, FAR_LEFT)
     s = jnp.arange(columns)
     inside = (s >= starts[:, None]) & (s - starts[:, None] < lengths[:, None])
     key = jnp.where(inside, sort_key(logits), NOT_A_CANDIDATE)
@@ -66,7 +67,8 @@ def _over_all(f, x):
 
 
 def _search(key, n, k, most):
-    """``(threshold, above, exact)`` of ``n`` keys, ``k`` to ``most`` of which are wanted, ``1 <= k <= n``.
+    """``(threshold, above, exact)`` of ``n`` keys, ``k`` to ``most`` of which are wanted, ``k <= n``; there may be more
+    that are ``NOT_A_CANDIDATE``, and it is never the threshold.
 
     Where ``exact``, those of at least ``threshold`` are as many. Else the next larger ones, ``above < k``, are too few
     and those of at least ``threshold`` too many: equal ones are to be told apart by their position.
@@ -94,7 +96,8 @@ def _search(key, n, k, most):
             probes + 1,
         )
 
-    start = _over_all(jnp.min, key), _over_all(jnp.max, key), n, jnp.int32(0), jnp.int32(0)
+    lowest = jnp.maximum(_over_all(jnp.min, key), NAN)
+    start = lowest, _over_all(jnp.max, key), n, jnp.int32(0), jnp.int32(0)
     low, _, reaching, above, _ = lax.while_loop(unfinished, narrow, start)
     return low, above, reaching <= most
 
@@ -110,13 +113,12 @@ def _places(key, threshold, above, exact, k):
         count, total = running((key >= threshold).astype(jnp.int32))
         return jnp.where(key >= threshold, count - 1, -1), total
 
-    def first_of_equals():
+    def first_of_equals():  # 15 bits for the larger ones, fewer than k; 17 for the equal ones
         larger, equal = key > threshold, key == threshold
-        both, total = running(larger.astype(jnp.int32) + (equal.astype(jnp.int32) << 16))
-        room = k - above
-        equals = jnp.minimum(both >> 16, room)
-        place = jnp.where(larger | (equal & (both >> 16 <= room)), (both & 0xFFFF) + equals - 1, -1)
-        return place, (total & 0xFFFF) + jnp.minimum(total >> 16, room)
+        both, total = running(larger.astype(jnp.int32) + (equal.astype(jnp.int32) << 15))
+        room, equals = k - above, lax.shift_right_logical(both, 15)
+        place = jnp.where(larger | (equal & (equals <= room)), (both & 0x7FFF) + jnp.minimum(equals, room) - 1, -1)
+        return place, (total & 0x7FFF) + jnp.minimum(lax.shift_right_logical(total, 15), room)
 
     return lax.cond(exact, all_that_reach, first_of_equals)
 
@@ -140,20 +142,24 @@ def _kernel(*refs, names, k, width, columns, kept):
     t, part = pt.program_id(0), pt.program_id(1)
     first = part * columns
     column = jnp.arange(columns // LINE)[:, None] * LINE + jnp.arange(LINE)[None, :]
-    asked = ref["starts"][t] if "starts" in ref else 0
+    asked = jnp.maximum(ref["starts"][t], FAR_LEFT) if "starts" in ref else 0
     start, length = jnp.maximum(asked, 0), jnp.maximum(ref["lengths"][t], 0)
     end = asked + jnp.minimum(length, width - asked)
     length = jnp.maximum(end - start, 0)
 
     def load():
-        """Keys, how many there are, and the function from a mask to their positions in the window (read again rather
-        than kept). Columns that hold none come after those that do, and look like NaN."""
+        """Keys, ``NOT_A_CANDIDATE`` in columns that hold none; how many; and the function from a mask to their
+        positions in the window, which are read again rather than kept."""
         logits = ref["logits"]
         if "positions" not in ref:
             n = jnp.minimum(length - first, columns)
             at = logits.at[t, start + first + column]
-            masked = lambda: sort_key(pt.load(at, mask=column < n, other=jnp.nan))  # noqa: E731
-            return lax.cond(n == columns, lambda: sort_key(pt.load(at)), masked), n, lambda _: first + column
+
+            def some():
+                inside = column < n
+                return jnp.where(inside, sort_key(pt.load(at, mask=inside, other=0.0)), NOT_A_CANDIDATE)
+
+            return lax.cond(n == columns, lambda: sort_key(pt.load(at)), some), n, lambda _: first + column
         flat = first + column
         source = (first + jnp.arange(columns // LINE) * LINE) // kept
         count = pt.load(ref["counts"].at[t, source], mask=source < ref["counts"].shape[1], other=0)
@@ -162,16 +168,16 @@ def _kernel(*refs, names, k, width, columns, kept):
         def position(mask):
             return pt.load(ref["positions"].at[t, flat // kept, flat % kept], mask=mask & inside, other=0)
 
-        key = sort_key(pt.load(logits.at[t, start + position(inside)], mask=inside, other=jnp.nan))
-        return key, jnp.int32(columns), position
+        key = sort_key(pt.load(logits.at[t, start + position(inside)], mask=inside, other=0.0))
+        n = jnp.sum(jnp.minimum(jnp.maximum(count - (first + jnp.arange(columns // LINE) * LINE) % kept, 0), LINE))
+        return jnp.where(inside, key, NOT_A_CANDIDATE), n, position
 
     def choose(wanted, most):
         key, n, position = load()
         wanted = jnp.minimum(wanted, n)
         threshold, above, exact = _search(key, n, wanted, jnp.minimum(most, n))
         place, total = _places(key, threshold, above, exact, wanted)
-        place = jnp.where(place < n, place, -1)  # columns that hold none come last, if at all
-        return place, jnp.minimum(total, n), position(place >= 0)
+        return place, total, position(place >= 0)
 
     if "out" not in ref:
         busy = (length > k) & (True if "positions" in ref else first < length)

@@ -55,8 +55,10 @@ def sparse_mla(
     for a slot of ``N`` or more. Under ``jit`` such a slot counts as none.
 
     Source: DeepSeek-V3.2 ``inference/model.py::MLA`` (decode branch); FlashMLA ``flash_mla_with_kvcache`` for the
-    fp8_656 pool, whose lse is to base 2. The kernel multiplies in bf16, in which FP8 codes are exact; an fp8_656 tile's
-    scale goes onto the products, in float32, where FlashMLA rounds code times scale to bf16.
+    fp8_656 pool, whose lse is to base 2. The kernel multiplies FP8 codes in float16, in which they are exact, a head's
+    bf16 queries by a power of two; an fp8_656 tile's scale goes onto the products, in float32, where FlashMLA rounds
+    code times scale to bf16. What a key adds is rounded to float16 on a scale that the largest contribution of all keys
+    sets (weight times scale): 2^-28 of that and less is lost.
     """
     op = "sparse_mla"
     base.refuse_unless(1 <= q_nope.shape[1] <= 128, op, "q_nope", "1 to 128 heads", q_nope.shape[1])

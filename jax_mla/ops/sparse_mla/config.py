@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jax_mla.layouts import KVLayout
-from jax_mla.pallas_triton import Target, block, cdiv
+from jax_mla.pallas_triton import Target, are_powers_of_two, block, cdiv
 
 DECODE_ROWS = 512  # up to as many rows the selection may be split
 
@@ -24,6 +24,15 @@ class Config:
     num_warps: int = 4
     num_stages: int = 1
     loads: int = 1
+
+    def check(self) -> None:
+        """Raises ``ValueError`` for what is no tile."""
+        powers = are_powers_of_two(self.heads, self.keys, self.num_warps)
+        if not (powers and min(self.heads, self.keys) >= 16 and min(self.splits, self.num_stages) >= 1):
+            expected = "heads and keys powers of two from 16 on, num_warps one too, splits and num_stages from 1 on"
+            raise ValueError(f"sparse_mla: config expected {expected}, got {self}")
+        if self.loads not in (1, 2):
+            raise ValueError(f"sparse_mla: config expected loads of 1 or 2, got {self}")
 
     @staticmethod
     def of(rows: int, heads: int, selected: int, layout: KVLayout, target: Target) -> "Config":

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_mla import pallas_triton as pt
-from jax_mla.fp8 import E4M3FN, decode_f16, from_bits
+from jax_mla.fp8 import E4M3FN, decode_f16
 from jax_mla.layouts import BLOCK, KV_LORA_RANK, QK_ROPE_HEAD_DIM
 from jax_mla.ops.sparse_mla.reference import reference
 
 LN2 = math.log(2.0)
-VERY_LOW = -1e30  # stands for -inf where two of them would be subtracted
-LOWEST = -1e29  # where the running maximum starts: above what a slot that is none scores
+LOWEST = float(jnp.finfo(jnp.float32).min)  # where a running maximum starts: two -inf can't be subtracted
 XLA_BYTES = 64 << 20
 SHIFT = 12  # float16 weights are 2^12 at most: as far from its largest number as from its least normal one
 
@@ -75,8 +74,6 @@ def _planes(words, anchor, fp8, dtype, native):
             inputs = [words] if anchor is None else [words, jnp.broadcast_to(anchor[:, None], words.shape)]
             return pt.ptx(code + "cvt.rn.f16x2.e4m3x2 $0, a;}", inputs, jnp.float16, pack=2)
         codes = lax.shift_right_logical(words, 8 * j) & 0xFF
-        if fp8 == E4M3FN:
-            return from_bits(codes.astype(jnp.uint8), fp8).astype(dtype)
         return decode_f16(codes, fp8).astype(dtype)
 
     return [plane(j) for j in range(4)]
@@ -172,10 +169,10 @@ def _kernel(
         scales, per_scale = [], jnp.ones((keys,), jnp.float32)
         if blocks_have_scales:
             # The largest of a key's scales, rounded up to a power of two 2^g, goes with the weights: p 2^g is what
-            # the values are multiplied with, by scales of 1 at most, so that neither leaves float16's range.
+            # the values are multiplied with, by scales of 1 at most, so that neither exceeds float16's range.
             scales = scales_of(slot, valid)
-            largest = lax.bitcast_convert_type(reduce(jnp.maximum, scales), jnp.int32)
-            exponent = jnp.clip((largest + 0x7FFFFF) >> 23, 67, 254)
+            largest = lax.bitcast_convert_type(reduce(jnp.maximum, map(jnp.abs, scales)), jnp.int32)
+            exponent = jnp.where(largest < 1 << 23, 127, jnp.clip((largest + 0x7FFFFF) >> 23, 67, 254))
             per_scale = _power_of_two(254 - exponent)  # 2^-g
             s = reduce(jnp.add, [product(q[4 * b :][:4], latent[4 * b :][:4]) * scales[b][None, :] for b in range(4)])
             s = s * q_unit + (product(q_rope, rope) * unit + (exponent - 127).astype(jnp.float32)[None, :])
@@ -183,7 +180,7 @@ def _kernel(
             s = (product(q, latent) + product(q_rope, rope)) * q_unit
         else:  # four sums that don't wait for one another
             s = reduce(jnp.add, [product([x], [y]) * unit for x, y in zip(q + q_rope, latent + rope, strict=True)])
-        s = jnp.where(valid[None, :], s, VERY_LOW)
+        s = jnp.where(valid[None, :], s, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(s, axis=1))
         p = pt.exp2(s - (m_new - (SHIFT if is_fp8 else 0))[:, None], native)  # 0 where there is no slot
         shrink = pt.exp2(m - m_new, native)
@@ -218,7 +215,7 @@ def _merge_kernel(part_ref, lse_ref, out_ref, out_lse_ref, *, splits):
     split = jnp.arange(pt.block(splits))
     inside = split < splits
     lse = pt.load(lse_ref.at[t, split, h], mask=inside, other=-jnp.inf)
-    largest = jnp.maximum(jnp.max(lse), VERY_LOW)
+    largest = jnp.maximum(jnp.max(lse), LOWEST)
     weight = jnp.exp(lse - largest)
     total = jnp.sum(weight)
     weight = weight / jnp.where(total == 0, 1.0, total)
@@ -233,6 +230,7 @@ def _merge_kernel(part_ref, lse_ref, out_ref, out_lse_ref, *, splits):
 
 
 def pallas(q_nope, q_rope, pool, slots, kv_scale, *, layout, softmax_scale, config, interpret):
+    config.check()
     t, h, d = q_nope.shape
     merged = config.splits > 1
     native = pt.native(interpret)

@@ -35,10 +35,6 @@ def test_what_is_named_and_cannot_run_raises():
             base.choose("op", named, True)
 
 
-def test_lds_and_shared_memory():
-    assert (GFX942.max_shared_bytes, GFX950.max_shared_bytes, H200.max_shared_bytes) == (65536, 163840, 232448)
-
-
 def test_values_are_checked_where_there_are_values():
     x = jnp.asarray([-3, 0, 9], jnp.int32)
     base.refuse_outside("op", "x", x, -3, 10, "what")

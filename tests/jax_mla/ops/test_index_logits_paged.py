@@ -154,6 +154,19 @@ def test_under_jit_a_length_over_max_len_is_cut(how):
     assert_bitwise_equal(batch.run(arrays, jit=True, **how), want.astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "tiles", [dict(blocks=-1), dict(blocks=3), dict(keys=8), dict(num_warps=0), dict(num_stages=0)], ids=str
+)
+def test_tiles_that_cannot_be_are_refused(tiles):
+    layout, ints = IndexLayout(1), jnp.zeros(1, jnp.int32)
+    q8, pool = jnp.zeros((1, 8, 128), jnp.float8_e4m3fn), jnp.zeros((9, layout.page_bytes), jnp.uint8)
+    static: dict[str, Any] = dict(layout=layout, max_len=8, implementation="pallas", interpret=True)
+    with pytest.raises(ValueError, match="index_logits_paged: config expected .*, got Config"):
+        index_logits_paged(
+            q8, jnp.ones((1, 8)), pool, jnp.zeros((1, 8), jnp.int32), ints, ints, config=Config(**tiles), **static
+        )
+
+
 @pytest.mark.parametrize("tiles", [Config(16, 1), Config(32), Config(128)], ids=str)
 def test_any_tile(tiles):
     batch = Batch(IndexLayout(16), 5, next_n=2)

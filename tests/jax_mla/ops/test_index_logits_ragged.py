@@ -87,6 +87,16 @@ def test_a_negative_scale_or_weight_is_taken_as_it_is(how):
     assert_bitwise_equal(run(arrays, **how), want.astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "tiles", [dict(rows=0), dict(rows=3), dict(keys=8), dict(num_warps=3), dict(num_stages=0)], ids=str
+)
+def test_tiles_that_cannot_be_are_refused(tiles):
+    q8, k8 = jnp.zeros((2, 8, 128), jnp.float8_e4m3fn), jnp.zeros((40, 128), jnp.float8_e4m3fn)
+    rest = jnp.ones((2, 8)), k8, jnp.ones(40), jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32)
+    with pytest.raises(ValueError, match="index_logits_ragged: config expected .*, got Config"):
+        index_logits_ragged(q8, *rest, implementation="pallas", interpret=True, config=Config(**tiles))
+
+
 @pytest.mark.parametrize("tiles", [Config(1, 64), Config(4, 128), Config(16, 256)], ids=str)
 def test_any_tile(tiles):
     arrays = exact_inputs(5, "e4m3fn")

@@ -170,6 +170,57 @@ def test_any_tile(tiles, starts):
         assert_bitwise_equal(got, oracle(logits, LENGTHS, 64, starts=starts))
 
 
+@pytest.mark.parametrize("sink", [False, True], ids=["anywhere", "position 0"])
+@pytest.mark.parametrize("tiles", [Config(256, 256, 128, 1), Config(512, 256, 128, 2)], ids=str)
+def test_any_number_of_stages(tiles, sink):
+    """Rows much shorter than the widest, so that parts hold few keys or none; the first of each the largest, or not."""
+    rng = np.random.default_rng(0)
+    columns = 1300  # six parts pass on 128 each, then three, then two
+    lengths = np.array([columns, 1000, 300, 257, 256, 65], np.int32)
+    logits = rng.integers(-3, 4, (len(lengths), columns)).astype(np.float32)
+    logits[::2] = rng.standard_normal((len(lengths[::2]), columns))
+    logits[rng.random(logits.shape) < 0.02] = np.nan
+    if sink:
+        logits[:, 0] = 10
+    got = run(logits, lengths, 64, implementation="pallas", interpret=True, config=tiles)
+    assert_bitwise_equal(got, oracle(logits, lengths, 64))
+
+
+@pytest.mark.parametrize("k, columns", [(8200, 32773), (16384, 65541), (32768, 70000)])
+def test_more_equal_keys_than_sixteen_bits_count(k, columns):
+    got = run(np.zeros((1, columns), np.float32), np.array([columns]), k, implementation="pallas", interpret=True)
+    assert_bitwise_equal(got, np.arange(k, dtype=np.int32)[None])
+
+
+@pytest.mark.parametrize("width, length, k", [(262145, 5000, 2048), (163840, 20000, 4096)])
+def test_short_rows_of_wide_logits(width, length, k):
+    logits = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32)
+    logits[0, 0] = 9
+    got = run(logits, np.array([length]), k, implementation="pallas", interpret=True)
+    want = np.sort(np.argsort(-logits[0, :length], kind="stable")[:k])
+    assert_bitwise_equal(got, want.astype(np.int32)[None])
+
+
+def test_tiles_that_cannot_be_are_refused():
+    for tiles in (
+        Config(256, 256, 32, 1),
+        Config(256, 128, 128, 1),
+        Config(128, 256, 128, 1),
+        Config(384, 256, 128, 1),
+    ):
+        with pytest.raises(ValueError, match="select: config expected powers of two, 128 <= kept .*got Config"):
+            run(
+                np.zeros((1, 300), np.float32),
+                np.array([300]),
+                64,
+                implementation="pallas",
+                interpret=True,
+                config=tiles,
+            )
+    with pytest.raises(NotImplementedError, match="select: expected k of at most 32768 .*got 40000"):
+        run(np.zeros((1, 300), np.float32), np.array([300]), 40000, implementation="pallas", interpret=True)
+
+
 def under_jit(how, logits, lengths, k, **arrays):
     call = jax.jit(lambda logits, lengths, arrays: select(logits, lengths, k, **arrays, **how))
     return np.asarray(call(jnp.asarray(logits), jnp.asarray(lengths), {n: jnp.asarray(x) for n, x in arrays.items()}))
@@ -177,7 +228,7 @@ def under_jit(how, logits, lengths, k, **arrays):
 
 def test_under_jit_columns_outside_are_never_selected(how):
     logits = logits_of(random)
-    starts = np.array([-3, 299, 300, -40, 0, 310, -300, 0], np.int32)
+    starts = np.array([-3, 299, 300, -40, 0, 310, -(2**31), 0], np.int32)
     lengths = np.array([9, 5, 5, 45, 301, 3, 10, 2**31 - 1], np.int32)
     inside = [range(max(s, 0), min(s + n, S)) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
     want = [

@@ -123,6 +123,52 @@ def test_queries_in_float32(how, layout, kv_scale):
     case.check(*case.run(**how), FLOAT32)
 
 
+@pytest.mark.parametrize("spread", [1, 12, 40])
+def test_scales_of_any_size_and_sign(how, spread):
+    """fp8_656: a row's four scales, and those of different rows, 2^±spread apart; some negative, some zero."""
+    case = Case(KV_FP8_656, t=3, heads=4, k=40)
+    rng = np.random.default_rng(7)
+    scales = np.exp2(rng.uniform(-spread, min(spread, 12), (ROWS, 4))) / 448
+    scales[::5] *= -1
+    scales[::9] = 0
+    case.content[:, 512:528] = scales.astype("<f4").view(np.uint8)
+    case.q_nope = case.q_nope * jnp.bfloat16(2.0**-12)
+    out, lse = case.run(**how)
+    values = kv_values(case.content, "fp8_656", "e4m3fn", 1.0)
+    want, want_lse = sparse_attention(
+        case.q_nope, case.q_rope, values, np.where(case.slots < ROWS, case.slots, -1), SCALE
+    )
+    assert calc_diff(out, want) <= QUANTISED_INPUTS
+    np.testing.assert_allclose(lse, want_lse, rtol=8.01 / 65536, atol=1e-5)
+
+
+def test_a_row_of_zeros_weighs_one():
+    """As padding tokens leave it: no scale at all, so that nothing is left of its lse but ln 1."""
+    case = Case(KV_FP8_656, t=1, heads=2, k=1)
+    case.content[:, 512:528] = 0
+    case.q_rope = jnp.zeros_like(case.q_rope)
+    case.slots[:] = 60
+    out, lse = case.run(implementation="pallas", interpret=True)
+    assert not np.asarray(out).any() and np.abs(np.asarray(lse)).max() <= 1e-6
+
+
+def test_very_low_scores_are_scores():
+    case = Case(KV_BF16, t=1, heads=2, k=3)
+    case.content[:] = np.ones(576, ml_dtypes.bfloat16).view(np.uint8)
+    case.q_nope, case.q_rope = jnp.full_like(case.q_nope, -1e28), jnp.zeros_like(case.q_rope)
+    case.slots[:] = 60
+    _, lse = case.run(implementation="pallas", interpret=True)
+    assert np.isfinite(np.asarray(lse)).all() and (np.asarray(lse) < -1e29).all()
+
+
+@pytest.mark.parametrize(
+    "tiles", [dict(heads=12), dict(heads=8), dict(keys=0), dict(splits=0), dict(num_warps=3), dict(loads=3)], ids=str
+)
+def test_tiles_that_cannot_be_are_refused(tiles):
+    with pytest.raises(ValueError, match="sparse_mla: config expected .*, got Config"):
+        Case(KV_BF16).run(implementation="pallas", interpret=True, config=Config(**tiles))
+
+
 @pytest.mark.parametrize("heads", [1, 5, 8, 24, 64, 128])
 def test_each_number_of_heads(how, heads):
     case = Case(KV_FP8_656, t=2, heads=heads, k=40)
