@@ -49,6 +49,12 @@ def compiled(_, __, value: str | None) -> re.Pattern:
         raise click.BadParameter(f"{value!r} is no regular expression: {e}") from None
 
 
+def picture_file(_, __, value: Path | None) -> Path | None:
+    if value is not None and value.suffix not in (".png", ".svg", ".pdf"):
+        raise click.BadParameter(f"expected a name that ends in .png, .svg or .pdf, got {str(value)!r}")
+    return value
+
+
 @main.command()
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True)
 @click.option("--ops", callback=split_ops, help="Comma-separated; all of them if not given.")
@@ -56,11 +62,19 @@ def compiled(_, __, value: str | None) -> re.Pattern:
 @click.option(
     "--shapes", type=click.Choice(SETS), help="If not given, small on a CPU and real on a GPU; tiny is for tests."
 )
-@click.option("--seconds", type=float, help="How long each row is timed; if not given, 0.4 on a CPU, 0.2 on a GPU.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, 3600),
+    help="How long each row is timed; if not given, 0.4 on a CPU, 0.2 on a GPU.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write this run's rows to a file.")
 @click.option("--save", is_flag=True, help="Keep this run's rows in bench/results/<device>.jsonl, and draw them.")
 @click.option(
-    "--plot", "picture", type=click.Path(path_type=Path), help="Draw this run's rows: a PNG, SVG or PDF file."
+    "--plot",
+    "picture",
+    type=click.Path(path_type=Path),
+    callback=picture_file,
+    help="Draw this run's rows: a PNG, SVG or PDF file.",
 )
 @click.option("--check", is_flag=True, help="Fail on a row that is slower than that file says.")
 def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check):
@@ -163,11 +177,15 @@ def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check
 
 @main.command()
 @click.argument("results_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.argument("picture", type=click.Path(path_type=Path))
+@click.argument("picture", type=click.Path(path_type=Path), callback=picture_file)
 @click.option("--shapes", type=click.Choice(SETS), help="If not given, the largest that the file has rows of.")
 def plot(results_file, picture, shapes):
     """Draw the rows of a file such as bench/results/nvidia-h200.jsonl as a PNG, SVG or PDF."""
-    draw(results.read(results_file), picture, Console(), shapes)
+    try:
+        rows = results.read(results_file)
+    except ValueError as e:
+        raise click.BadParameter(f"{results_file} holds no rows of this project's: {e}") from None
+    draw(rows, picture, Console(), shapes)
 
 
 def drawing():

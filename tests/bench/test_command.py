@@ -188,6 +188,8 @@ def test_saving_draws_what_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--seconds", "-1"), "-1.0 is not in the range 0<=x<=3600"),
+        (("--plot", "x.foo"), "expected a name that ends in .png, .svg or .pdf, got 'x.foo'"),
         (["--ops", "slect"], "'slect' is none of"),
         (["--shapes", "x"], "'x'"),
         (["--match", "("], "no regular expression"),
@@ -203,3 +205,10 @@ def test_a_device_that_is_not_there():
     done = CliRunner().invoke(main, ["kernels", "--device", "gpu"])
     assert done.exit_code == 1
     assert "--device gpu: JAX finds none here" in done.output
+
+
+def test_what_is_no_file_of_rows(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("# rows\n")
+    done = CliRunner().invoke(main, ["plot", str(file), str(tmp_path / "x.png")])
+    assert done.exit_code == 2 and "rows.jsonl holds no rows of this project's" in done.output
