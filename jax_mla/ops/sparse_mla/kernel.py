@@ -176,10 +176,8 @@ def _kernel(
             per_scale = _power_of_two(254 - exponent)  # 2^-g
             s = reduce(jnp.add, [product(q[4 * b :][:4], latent[4 * b :][:4]) * scales[b][None, :] for b in range(4)])
             s = s * q_unit + (product(q_rope, rope) * unit + (exponent - 127).astype(jnp.float32)[None, :])
-        elif is_fp8:
-            s = (product(q, latent) + product(q_rope, rope)) * q_unit
-        else:  # four sums that don't wait for one another
-            s = reduce(jnp.add, [product([x], [y]) * unit for x, y in zip(q + q_rope, latent + rope, strict=True)])
+        else:
+            s = product(q + q_rope, latent + rope) * q_unit
         s = jnp.where(valid[None, :], s, -jnp.inf)
         m_new = jnp.maximum(m, jnp.max(s, axis=1))
         p = pt.exp2(s - (m_new - (SHIFT if is_fp8 else 0))[:, None], native)  # 0 where there is no slot
