@@ -144,15 +144,15 @@ def stop(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     end = time.monotonic() + seconds
-    while running := _group(process):
+    # `_group` leaves out what has ended and was not waited for, as the server itself may be.
+    while (running := _group(process)) or process.poll() is None:
         if time.monotonic() > end:
-            raise ServerError(f"processes {running} of the server could not be ended")
+            raise ServerError(f"processes {running or [process.pid]} of the server could not be ended")
         time.sleep(0.1)
 
 
 def _group(process: subprocess.Popen[bytes]) -> list[int]:
     """The processes of the group that `process` leads, or led, that still run."""
-    process.poll()
     found = []
     for other in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):

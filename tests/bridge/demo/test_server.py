@@ -1,6 +1,7 @@
 """Starting, waiting for and ending a server, tried on a small stand-in process that behaves badly."""
 
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -91,3 +92,15 @@ def test_one_that_never_answers_is_given_up(stand_in, tmp_path, monkeypatch):
     with pytest.raises(ServerError, match=r"did not answer within 1 s(?s:.*)deaf"), serve(tmp_path, seconds=1):
         pass
     assert time.monotonic() - before < 15
+
+
+def test_stop_waits_for_the_process_itself(monkeypatch):
+    """Also where nothing of its group is seen to run, as when it ends between two looks."""
+    monkeypatch.setattr(server, "_group", lambda process: [])
+    command = [sys.executable, "-c", textwrap.dedent(DEAF)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    with process.stdout as output:
+        assert output.readline() == b"deaf\n"
+        server.stop(process, 0.5)
+    assert process.returncode is not None
