@@ -1,5 +1,6 @@
 """Runs a case: checks each implementation and each peer against the oracle, then times it."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from bench import peers, timing
 from bench.case import Case, Source
 from bench.peers import JaxPeer, Missing, Peer, TorchPeer
 from bench.timing import Time
+
+logger = logging.getLogger(__name__)
 
 PROGRAM_CALLS_OF = {"reference": (1,), "xla": (1, 4)}  # what is not meant to be fast: compiling it takes longest
 IMPLEMENTATIONS = {"cpu": ("xla", "reference"), "gpu": ("pallas", "xla", "reference")}
@@ -166,7 +169,8 @@ class TorchRunner:
             try:
                 with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # JAX has threads too
                     outputs = [call() for call in group]  # all alive, as a program's outputs are
-            except RuntimeError:
+            except RuntimeError as e:
+                logger.warning("not captured, so timed call by call: %s", e)
                 self.captured = False
                 self._graphs.clear()
                 break

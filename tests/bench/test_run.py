@@ -139,7 +139,7 @@ def test_a_peer_runs_in_graphs_of_so_many_calls(inputs, monkeypatch, calls, grap
     assert CALLED == expected + expected[:calls]
 
 
-def test_a_peer_that_can_not_be_captured_is_called_one_by_one(inputs, monkeypatch):
+def test_a_peer_that_can_not_be_captured_is_called_one_by_one(inputs, monkeypatch, caplog):
     import torch
 
     @contextlib.contextmanager
@@ -157,6 +157,9 @@ def test_a_peer_that_can_not_be_captured_is_called_one_by_one(inputs, monkeypatc
     runner._on_gpu = True
     runner.repeat(4)
     assert not runner.captured
+    assert [record.getMessage() for record in caplog.records] == [
+        "not captured, so timed call by call: operation not permitted when stream is capturing"
+    ]
     runner.start(1)
     assert len(called) == 4 and len(set(called)) == 4
 
