@@ -14,7 +14,7 @@ class Config:
     keys: int = 64
     blocks: int = 8
     num_warps: int = 4
-    num_stages: int = 5
+    num_stages: int = 3
     imprecise: bool = True
 
     def check(self) -> None:
@@ -26,12 +26,12 @@ class Config:
 
     @staticmethod
     def of(requests: int, max_len: int, target: Target) -> "Config":
-        """Memory-bound, 132 bytes a token. Swept on an H200: tiles of 64 tokens, five of them on the way; up to 8 go
-        through one program, but fewer where there would be less than 512 programs to share the reading. On AMD by
+        """Memory-bound, 132 bytes a token. Swept on an H200: tiles of 64 tokens; up to 8 go through one program, one of
+        them on the way, but fewer where there would be less than 2,048 programs to share the reading. On AMD by
         estimated times (``jax_mla.aot``)."""
         keys = min(64, block(max_len, 16))
-        room = requests * cdiv(max_len, keys) // 512
+        room = requests * cdiv(max_len, keys) // 2048
         blocks = max(b for b in (1, 2, 4, 8) if b <= max(1, room))
         if target.platform != "cuda":
             return Config(keys=keys, blocks=blocks, num_warps=2, num_stages=1)
-        return Config(keys=keys, blocks=blocks, num_stages={1: 1, 2: 2, 4: 4, 8: 5}[blocks])
+        return Config(keys=keys, blocks=blocks, num_stages=min(blocks, 3))

@@ -58,25 +58,38 @@ def _kernel(
         for i, value in enumerate(values):
             pt.store(logits_ref.at[b * next_n + i, s], value, mask=s < logits_ref.shape[1])
 
-    def block(i, _):
+    def slots_of(i):
         s = (first_block + i) * keys + jnp.arange(keys)
-        slot = pt.load(token_table_ref.at[request, s], mask=(s < length) & (s < token_table_ref.shape[1]), other=-1)
+        return pt.load(token_table_ref.at[request, s], mask=(s < length) & (s < token_table_ref.shape[1]), other=-1)
+
+    def place_of(slot):
         valid = (slot >= 0) & (slot < pool_ref.shape[0] * layout.page_size)
         slot = jnp.where(valid, slot, 0)
-        page, token = slot // layout.page_size, slot % layout.page_size
+        return slot // layout.page_size, slot % layout.page_size, valid
+
+    def scales_of(slot):
+        page, token, valid = place_of(slot)
+        return pt.load(scale_ref.at[page, layout.scale_base(token) // 4], mask=valid, other=0.0), valid
+
+    def block(i, ahead):
+        """`ahead`: this block's scales, and where there are any; the slots of the next. Triton reads keys ahead by
+        itself; a scale would wait for its slot, and what is added up for the scale. (Triton does so only where nothing
+        that came in is carried on as it is.)"""
+        (k_scale, valid), slots_of_next = ahead
+        page, token, there = place_of(slots_of(i))
         at = layout.key_base(token)[:, None] + layout.key_column(column)[None, :]
-        mask = jnp.broadcast_to(valid[:, None], (keys, INDEX_HEAD_DIM))
-        k = load_codes(pool_ref.at[page[:, None], at], mask, layout.fp8)
-        k_scale = pt.load(scale_ref.at[page, layout.scale_base(token) // 4], mask=valid, other=0.0)
+        k = load_codes(pool_ref.at[page[:, None], at], jnp.broadcast_to(there[:, None], at.shape), layout.fp8)
+        s = (first_block + i) * keys + jnp.arange(keys)
         visible = [valid & (s < length - next_n + i + 1) for i in range(next_n)]
         store(s, [jnp.where(v, score(k, k_scale, q, w), -jnp.inf) for v, (q, w) in zip(visible, queries, strict=True)])
+        return scales_of(slots_of_next), slots_of(i + 2)
 
     def blank(i, _):
         s = (first_block + i) * keys + jnp.arange(keys)
         store(s, [jnp.full((keys,), -jnp.inf, jnp.float32)] * next_n)
 
     held = jnp.clip(pt.cdiv(length, keys) - first_block, 0, blocks)
-    lax.fori_loop(0, held, block, None)
+    lax.fori_loop(0, held, block, (scales_of(slots_of(0)), slots_of(1)))
     lax.fori_loop(held, blocks, blank, None)
 
 

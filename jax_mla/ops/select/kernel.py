@@ -20,7 +20,7 @@ from jax_mla.ops.select.config import LINE
 NOT_A_CANDIDATE = -(2**31)
 NAN = NOT_A_CANDIDATE + 1
 FAR_LEFT = -(2**30)  # no window from further left is told apart, so that positions don't overflow
-FIRST_GUESSES = 8  # probes by interpolation before every second one halves the bracket
+HALVING = 6  # each so-manyth probe halves the bracket, whatever the keys are like
 
 
 def sort_key(logits):
@@ -75,14 +75,19 @@ def _search(key, n, k, most):
     """
 
     def unfinished(state):
-        low, high, reaching, _, _ = state
+        low, high, reaching, _, _, _, _ = state
         return (low < high) & (reaching > most)
 
     def narrow(state):
-        low, high, reaching, above, probes = state  # `reaching` keys >= low, `above` keys > high; above < k <= reaching
-        share = (reaching - k).astype(jnp.float32) / (reaching - above).astype(jnp.float32)
-        value = _value(low) + (_value(high) - _value(low)) * jnp.clip(share, 0.1, 0.9)
-        by_value = (value == value) & ((probes < FIRST_GUESSES) | (probes % 2 == 0))
+        # `reaching` keys >= low, `above` keys > high; above < k <= reaching
+        low, high, reaching, above, weight_low, weight_high, probes = state
+        # How many are larger falls off like an exponential: its logarithm is drawn as a straight line from end to end.
+        # An end that stays where it is a second time counts half, or the line would hang on it (Illinois).
+        wanted_log = jnp.log2(k.astype(jnp.float32))
+        at_low = (jnp.log2(reaching.astype(jnp.float32) + 0.5) - wanted_log) * jnp.minimum(weight_low, 1.0)
+        at_high = (wanted_log - jnp.log2(above.astype(jnp.float32) + 0.5)) * jnp.minimum(weight_high, 1.0)
+        value = _value(low) + (_value(high) - _value(low)) * jnp.clip(at_low / (at_low + at_high), 0.02, 0.98)
+        by_value = (value == value) & (probes % HALVING != HALVING - 1)
         bits = lax.bitcast_convert_type(value, jnp.int32)
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         probe = jnp.clip(jnp.where(by_value, bits ^ ((bits >> 31) & 0x7FFFFFFF), middle), low, high - 1)
@@ -93,12 +98,14 @@ def _search(key, n, k, most):
             jnp.where(enough, high, probe),
             jnp.where(enough, larger, reaching),
             jnp.where(enough, above, larger),
+            jnp.where(enough, 2.0, 0.5 * weight_low),
+            jnp.where(enough, 0.5 * weight_high, 2.0),
             probes + 1,
         )
 
     lowest = jnp.maximum(_over_all(jnp.min, key), NAN)
-    start = lowest, _over_all(jnp.max, key), n, jnp.int32(0), jnp.int32(0)
-    low, _, reaching, above, _ = lax.while_loop(unfinished, narrow, start)
+    start = lowest, _over_all(jnp.max, key), n, jnp.int32(0), jnp.float32(2), jnp.float32(2), jnp.int32(0)
+    low, _, reaching, above, _, _, _ = lax.while_loop(unfinished, narrow, start)
     return low, above, reaching <= most
 
 

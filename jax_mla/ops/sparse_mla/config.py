@@ -1,6 +1,6 @@
 """Tile sizes of ``sparse_mla``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_mla.layouts import KVLayout
 from jax_mla.pallas_triton import Target, are_powers_of_two, block, cdiv
@@ -39,10 +39,11 @@ class Config:
         """Swept on an H200; on AMD by what a kernel takes of the registers.
 
         - CUDA: 16 heads by 64 keys on 4 warps are two programs on each of 132 cores: rows are split until about as
-          many run. Prefill has rows enough, and runs best as 4 programs of 2 warps a core. Many heads of a bf16 pool
-          share what they read in tiles of 64, on warpgroup instructions, by 64 keys in decode and 128 in prefill; of an
-          fp8_576 pool in tiles of 32, the most that codes converted in registers leave room for; of fp8_656 not even
-          that.
+          many run, into parts of 128 keys; of 64, which need no pipeline, where these do not fill the cores once.
+          Prefill has rows enough, and runs best as 4 programs of 2 warps a core. Many heads of a bf16 pool share what
+          they read in tiles of 64, on warpgroup instructions; of an fp8_576 pool in tiles of 32, the most that codes
+          converted in registers leave room for; of fp8_656 not even that. Three stages read slots ahead too; with an
+          fp8_656 row's four scales that is no gain.
         - ROCm: 16 heads by 32 keys fit the registers of gfx942 and gfx950 without a spill; of 4 warps half would repeat
           what the others multiply. 256 or 304 cores are filled twice, in parts of 128 keys at least.
         """
@@ -50,18 +51,19 @@ class Config:
             programs = rows * cdiv(heads, 16)
             splits = min(cdiv(512, programs), cdiv(selected, 128), 16) if rows <= DECODE_ROWS else 1
             return Config(splits=_power_of_two_below(splits), num_warps=2)
-        if layout.name == "bf16" and heads > 32:
-            decode, prefill = Config(64, 64, num_warps=8, num_stages=2), Config(64, 128, num_warps=8)
-            tile = decode if rows <= DECODE_ROWS else prefill
-        elif layout.name == "bf16":
-            tile = Config(keys=64, num_stages=2) if rows <= DECODE_ROWS else Config(num_warps=2, num_stages=2)
-        elif layout.name == "fp8_576" and heads > 16:
-            tile = Config(heads=32, num_stages=3, loads=2)
+        if layout.name == "bf16":
+            decode = Config(64, 64, num_warps=8, num_stages=3) if heads > 32 else Config(keys=64, num_stages=3)
+            tile = decode if heads > 32 or rows <= DECODE_ROWS else Config(num_warps=2, num_stages=3)
+        elif layout.name == "fp8_576":
+            tile = Config(heads=32, num_stages=3, loads=2) if heads > 16 else Config(keys=64, num_stages=3, loads=2)
         else:
             tile = Config(keys=64, num_stages=2, loads=2)
-        room = 264 // (rows * cdiv(heads, tile.heads)) if rows <= DECODE_ROWS else 1
-        splits = _power_of_two_below(max(1, min(room, cdiv(selected, 64))))
-        return Config(tile.heads, tile.keys, splits, tile.num_warps, tile.num_stages, tile.loads)
+        programs = rows * cdiv(heads, tile.heads)
+        if rows > DECODE_ROWS:
+            return tile
+        if programs * cdiv(selected, tile.keys) <= 132:
+            return replace(tile, splits=cdiv(selected, tile.keys), num_stages=1, loads=1)
+        return replace(tile, splits=_power_of_two_below(max(1, min(264 // programs, cdiv(selected, 128)))))
 
 
 def _power_of_two_below(n: int) -> int:
