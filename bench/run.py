@@ -69,12 +69,15 @@ class JaxRunner:
 
     Under ``jit``, as a model calls the ops: checks of arguments' values are not in the time. What the host does for a
     program goes by its arguments and results, some µs for each, so a program of many calls takes every set of inputs
-    once, whatever it calls with them, and gives of each result one number, without which XLA would leave the call out.
+    once, whatever it calls with them, and gives of each result of our kernels one number, without which XLA would leave
+    the call out. Of what it compiles itself it would do no more than that number needs: those results are all given.
+
+    - `kernels`: whether ``call`` is made of kernels of ours.
     """
 
     calls = 1
 
-    def __init__(self, case: Case, inputs: Inputs, call: Callable[[tuple, tuple], Any]):
+    def __init__(self, case: Case, inputs: Inputs, call: Callable[[tuple, tuple], Any], kernels: bool = False):
         self.inputs = inputs
         donated = case.donated
         only_pool = donated == 1
@@ -89,8 +92,8 @@ class JaxRunner:
                 if donated:
                     result = result if isinstance(result, tuple) else (result,)
                     pools, result = result[:donated], result[donated:]
-                seen.append(_glance(result))
-            return pools, result if calls == 1 else (), jnp.stack(seen)
+                seen.append(_glance(result) if kernels else result)
+            return pools, result if calls == 1 else (), jnp.stack(seen) if kernels else seen
 
         self._program = jax.jit(program, donate_argnums=0, static_argnums=3)
         self._pools, self._shared = inputs.shared[:donated], inputs.shared[donated:]
@@ -111,7 +114,7 @@ class JaxRunner:
         return jax.tree.map(lambda x: x.copy(), self._pools)
 
     def start(self, i: int):
-        """Pools, and of each call one number of what it gave."""
+        """Pools, and of each call what it gave, or one number of that."""
         if i == 0 and self._donated:
             self._pools = self._copies()  # the inputs stay for others
         different = len(self.inputs.varied)
@@ -209,7 +212,7 @@ def outcomes(case: Case, platform: str, *, seconds: float, seed: int = 0) -> Ite
         if name in case.refused:
             yield Outcome(name, False, why=case.refused[name])
         else:
-            make = partial(JaxRunner, case, inputs, partial(case.call, name))
+            make = partial(JaxRunner, case, inputs, partial(case.call, name), kernels=name == "pallas")
             yield _outcome(case, name, make, inputs, platform, seconds)
     for name, peer in case.peers.items():
         if isinstance(peer, JaxPeer):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 from jax_mla import select
+from jax_mla.ops.select import kernel
 from jax_mla.ops.select.config import Config
 from tests.jax_mla.oracles import padded, top_k
 from tests.numerics import assert_bitwise_equal
@@ -311,3 +312,33 @@ def test_a_window_that_overflows_is_refused_and_under_jit_cut(how):
     with pytest.raises(ValueError, match="select: lengths expected"):
         select(logits, length, 3, starts=start, **how)
     assert jax.jit(lambda n: select(logits, n, 3, starts=start, **how))(length).tolist() == [[0, 1, -1]]
+
+
+@pytest.mark.parametrize(
+    "draw, most",
+    [
+        (lambda rng, n: rng.standard_normal(n), 13),
+        (lambda rng, n: np.maximum(rng.standard_normal((n, 8)), 0) @ rng.random(8), 13),  # as an indexer's scores are
+        (lambda rng, n: rng.exponential(size=n), 12),
+        (lambda rng, n: rng.standard_cauchy(n), 24),
+    ],
+    ids=["normal", "sums of relus", "exponential", "cauchy"],
+)
+def test_the_search_takes_few_counts(draw, most, monkeypatch):
+    """Each count is a pass over all keys: of 32,768 keys, on average over ten rows, no more than ``most``."""
+    counts = []
+
+    def counting(unfinished, narrow, state):
+        n = 0
+        while bool(unfinished(state)):
+            state, n = narrow(state), n + 1
+        counts.append(n)
+        return state
+
+    monkeypatch.setattr(kernel.lax, "while_loop", counting)
+    rng, n, k = np.random.default_rng(0), 32768, 2048
+    for _ in range(10):
+        key = kernel.sort_key(jnp.asarray(draw(rng, n), jnp.float32)).reshape(-1, 128)
+        threshold, _, exact = kernel._search(key, jnp.int32(n), jnp.int32(k), jnp.int32(k))
+        assert bool(exact) and int(jnp.sum(key >= threshold)) == k
+    assert np.mean(counts) <= most
