@@ -93,11 +93,13 @@ class JaxRunner:
                     result = result if isinstance(result, tuple) else (result,)
                     pools, result = result[:donated], result[donated:]
                 seen.append(_glance(result) if kernels else result)
-            return pools, result if calls == 1 else (), jnp.stack(seen) if kernels else seen
+            if kernels:
+                return pools, result if calls == 1 else (), jnp.stack(seen)
+            return pools, (), seen
 
         self._program = jax.jit(program, donate_argnums=0, static_argnums=3)
         self._pools, self._shared = inputs.shared[:donated], inputs.shared[donated:]
-        self._donated = donated
+        self._donated, self._kernels = donated, kernels
 
     def repeat(self, calls: int) -> None:
         """From now on so many calls in a program."""
@@ -105,7 +107,9 @@ class JaxRunner:
 
     def output(self):
         """What the first call gives, in numpy."""
-        pools, out, _ = self._program(self._copies(), self._shared, [self.inputs.varied[0]], 1)
+        pools, out, seen = self._program(self._copies(), self._shared, [self.inputs.varied[0]], 1)
+        if not self._kernels:
+            (out,) = seen
         if not self._donated:
             return jax.device_get(out)
         return jax.device_get((*pools, *out) if out else pools[0])

@@ -199,7 +199,11 @@ def kernel_call(
 
     - `aliases`: input number → number of the output that is the same memory.
     - `imprecise_fp8`: see ``dot``.
+
+    Raises ``ValueError`` for a number of warps that is no power of two, of which Triton's compiler ends the process.
     """
+    if not are_powers_of_two(num_warps):
+        raise ValueError(f"{name}: expected num_warps to be a power of two, got {num_warps}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return pl.pallas_call(

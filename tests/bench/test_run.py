@@ -58,6 +58,16 @@ def test_no_call_of_a_program_is_left_out_or_done_in_part(case):
     assert flops(5) > 4.9 * flops(1)
 
 
+def test_a_result_is_given_once():
+    """A second time is a copy, of as many bytes."""
+    case = kernels.quantize(64, 256)
+    inputs = Inputs(case, "cpu", seed=0)
+    runner = JaxRunner(case, inputs, lambda shared, varied: case.call("xla", shared, varied))
+    memory = runner._program.lower((), (), inputs.group(0, 1), 1).compile().memory_analysis()
+    results = sum(np.asarray(x).nbytes for x in jax.tree.leaves(runner.output()))
+    assert memory is not None and results <= memory.output_size_in_bytes < 1.1 * results
+
+
 def test_a_pool_is_written_call_after_call(monkeypatch):
     case = kernels.kv_write(2, "fp8_656", 64)
     monkeypatch.setitem(timing.CACHE_BYTES, "cpu", 2 * case.cost.bytes)

@@ -51,6 +51,18 @@ class Runner:
         self.now = max(self.now, self.free)
 
 
+def test_a_wait_that_something_else_held_up_makes_no_program_long(monkeypatch):
+    runner = Runner(monkeypatch, 50)
+    held_up = iter([0, 2e-3])
+
+    def wait(_):
+        runner.now = max(runner.now, runner.free) + next(held_up, 0)
+
+    monkeypatch.setattr(runner, "wait", wait)
+    timing.lengthen(runner, timing.PROGRAM_CALLS, "gpu")
+    assert runner.calls == 16
+
+
 @pytest.mark.parametrize(("device_us", "calls"), [(500, 1), (100, 4), (50, 16), (8, 64), (2, 64), (0.1, 64)])
 def test_a_program_is_long_enough_to_hide_the_host(monkeypatch, device_us, calls):
     runner = Runner(monkeypatch, device_us)

@@ -20,7 +20,7 @@ from jax_mla.ops.select.config import LINE
 NOT_A_CANDIDATE = -(2**31)
 NAN = NOT_A_CANDIDATE + 1
 FAR_LEFT = -(2**30)  # no window from further left is told apart, so that positions don't overflow
-HALVING = 6  # each so-manyth probe halves the bracket, whatever the keys are like
+SURE = 12  # probes after which every second one halves the bracket
 
 
 def sort_key(logits):
@@ -81,13 +81,20 @@ def _search(key, n, k, most):
     def narrow(state):
         # `reaching` keys >= low, `above` keys > high; above < k <= reaching
         low, high, reaching, above, weight_low, weight_high, probes = state
-        # How many are larger falls off like an exponential: its logarithm is drawn as a straight line from end to end.
-        # An end that stays where it is a second time counts half, or the line would hang on it (Illinois).
-        wanted_log = jnp.log2(k.astype(jnp.float32))
-        at_low = (jnp.log2(reaching.astype(jnp.float32) + 0.5) - wanted_log) * jnp.minimum(weight_low, 1.0)
-        at_high = (wanted_log - jnp.log2(above.astype(jnp.float32) + 0.5)) * jnp.minimum(weight_high, 1.0)
+        # How many are larger is drawn as a straight line from end to end, and its logarithm, which is one for the tail
+        # of an exponential, in turn. An end that stays where it is a second time counts half, or the line would hang on
+        # it (Illinois). Every sixth probe halves the bracket, from the twelfth on every second, whatever the keys are.
+        linear = jnp.where(probes < SURE, probes % 2 == 1, probes % 4 == 2)
+        halve = jnp.where(probes < SURE, probes % 6 == 5, probes % 2 == 1)
+
+        def height(count):
+            return jnp.where(linear, count, jnp.log2(count + 0.5))
+
+        r, a, wanted = (x.astype(jnp.float32) for x in (reaching, above, k))
+        at_low = (height(r) - height(wanted)) * jnp.minimum(weight_low, 1.0)
+        at_high = (height(wanted) - height(a)) * jnp.minimum(weight_high, 1.0)
         value = _value(low) + (_value(high) - _value(low)) * jnp.clip(at_low / (at_low + at_high), 0.02, 0.98)
-        by_value = (value == value) & (probes % HALVING != HALVING - 1)
+        by_value = (value == value) & ~halve
         bits = lax.bitcast_convert_type(value, jnp.int32)
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         probe = jnp.clip(jnp.where(by_value, bits ^ ((bits >> 31) & 0x7FFFFFFF), middle), low, high - 1)

@@ -39,18 +39,18 @@ class Config:
         """Swept on an H200; on AMD by what a kernel takes of the registers.
 
         - CUDA: 16 heads by 64 keys on 4 warps are two programs on each of 132 cores: rows are split until about as
-          many run, into parts of 128 keys; of 64, which need no pipeline, where these do not fill the cores once.
-          Prefill has rows enough, and runs best as 4 programs of 2 warps a core. Many heads of a bf16 pool share what
-          they read in tiles of 64, on warpgroup instructions; of an fp8_576 pool in tiles of 32, the most that codes
-          converted in registers leave room for; of fp8_656 not even that. Three stages read slots ahead too; with an
-          fp8_656 row's four scales that is no gain.
+          many run, into parts of 128 keys or more; into single tiles, which need no pipeline, where all of these are no
+          more than the cores. Prefill has rows enough, and runs best as 4 programs of 2 warps a core. Many heads of a
+          bf16 pool share what they read in tiles of 64, on warpgroup instructions; of an fp8_576 pool in tiles of 32,
+          the most that codes converted in registers leave room for; of fp8_656 not even that. Three stages read slots
+          ahead too; with an fp8_656 row's four scales that is no gain.
         - ROCm: 16 heads by 32 keys fit the registers of gfx942 and gfx950 without a spill; of 4 warps half would repeat
           what the others multiply. 256 or 304 cores are filled twice, in parts of 128 keys at least.
         """
         if target.platform != "cuda":
             programs = rows * cdiv(heads, 16)
             splits = min(cdiv(512, programs), cdiv(selected, 128), 16) if rows <= DECODE_ROWS else 1
-            return Config(splits=_power_of_two_below(splits), num_warps=2)
+            return Config(splits=_filled(_power_of_two_below(splits), cdiv(selected, 32)), num_warps=2)
         if layout.name == "bf16":
             decode = Config(64, 64, num_warps=8, num_stages=3) if heads > 32 else Config(keys=64, num_stages=3)
             tile = decode if heads > 32 or rows <= DECODE_ROWS else Config(num_warps=2, num_stages=3)
@@ -61,9 +61,16 @@ class Config:
         programs = rows * cdiv(heads, tile.heads)
         if rows > DECODE_ROWS:
             return tile
-        if programs * cdiv(selected, tile.keys) <= 132:
-            return replace(tile, splits=cdiv(selected, tile.keys), num_stages=1, loads=1)
-        return replace(tile, splits=_power_of_two_below(max(1, min(264 // programs, cdiv(selected, 128)))))
+        blocks = cdiv(selected, tile.keys)
+        if programs * blocks <= 132:
+            return replace(tile, splits=blocks, num_stages=1, loads=1)
+        splits = _power_of_two_below(max(1, min(264 // programs, cdiv(selected, 128))))
+        return replace(tile, splits=_filled(splits, blocks))
+
+
+def _filled(splits: int, blocks: int) -> int:
+    """As many of ``splits`` as get any of ``blocks``, each as many as the first."""
+    return cdiv(blocks, cdiv(blocks, splits))
 
 
 def _power_of_two_below(n: int) -> int:

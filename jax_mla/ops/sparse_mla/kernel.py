@@ -254,7 +254,7 @@ def pallas(q_nope, q_rope, pool, slots, kv_scale, *, layout, softmax_scale, conf
             (jax.ShapeDtypeStruct((t, h, d), q_nope.dtype), jax.ShapeDtypeStruct((t, h), jnp.float32)),
             name="sparse_mla_merge",
             grid=(t, h, KV_LORA_RANK // MERGED),
-            num_warps=max(1, min(4, config.splits // 8)),
+            num_warps=max(1, min(4, pt.block(config.splits) // 8)),
             num_stages=1,
             interpret=interpret,
         )

@@ -1,5 +1,6 @@
 """``sparse_mla`` against float64 attention over the numbers that the pool's bytes stand for."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import TypeCheckError
 
 from jax_mla import KV_BF16, KV_FP8_576, KV_FP8_656, KVLayout, kv_layout, sparse_mla
 from jax_mla.ops.sparse_mla.config import Config
+from jax_mla.pallas_triton import GFX942, GFX950, H200, kernel_call, lowering_for
 from tests.jax_mla.oracles import FP8, LARGEST, NAN_BYTE, fp8_name, kv_values, sparse_attention
 from tests.numerics import (
     BF16_ROW,
@@ -341,3 +343,29 @@ def test_half_precision_queries_are_refused():
     pool, slots = jnp.zeros((300, 576), jnp.bfloat16), jnp.ones((1, 8), jnp.int32)
     with pytest.raises(ValueError, match="sparse_mla: q_nope expected bfloat16 or float32, got float16"):
         sparse_mla(q, rope, pool, slots, layout=KV_BF16, softmax_scale=0.1)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 15, 16, 23, 24, 25, 31, 32, 33, 64])
+def test_any_number_of_splits_is_merged_on_a_power_of_two_of_warps(splits):
+    """Another number of warps ends the process in Triton's compiler, so it is refused when the kernel is traced."""
+    shapes = [(1, 16, 512), (1, 16, 64)], [(ROWS, 576)], [(1, 1536)]
+    queries, pool, slots = (
+        [jax.ShapeDtypeStruct(shape, dtype) for shape in some]
+        for some, dtype in zip(shapes, ("bfloat16", "bfloat16", "int32"), strict=True)
+    )
+    how: dict[str, Any] = dict(layout=KV_BF16, softmax_scale=SCALE, implementation="pallas")
+    with lowering_for(H200):
+        jax.eval_shape(lambda *x: sparse_mla(*x, config=Config(splits=splits), **how), *queries, *pool, *slots)
+    with pytest.raises(ValueError, match="f: expected num_warps to be a power of two, got 3"):
+        kernel_call(lambda x: None, (), (), name="f", grid=(1,), num_warps=3, num_stages=1, interpret=False)
+
+
+@pytest.mark.parametrize("target", [H200, GFX942, GFX950], ids=lambda target: target.kind)
+def test_every_split_has_something_to_read(target):
+    for layout, rows, heads in itertools.product([x for x, _ in LAYOUTS], (1, 3, 7, 8, 66, 128, 600), (1, 16, 17, 128)):
+        for selected in (1, 64, 65, 520, 1024, 1536, 1900, 2048, 2049, 4000):
+            config = Config.of(rows, heads, selected, layout, target)
+            config.check()
+            blocks = -(-selected // config.keys)
+            of_a_split = -(-blocks // config.splits)
+            assert (config.splits - 1) * of_a_split < blocks <= config.splits * of_a_split
