@@ -23,18 +23,7 @@ Memory stays alive as long as either side holds it.
 import jax
 import torch
 
-DTYPES = {
-    torch.bool: "bool",
-    torch.uint8: "uint8",
-    torch.int8: "int8",
-    torch.int32: "int32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e4m3fnuz: "float8_e4m3fnuz",
-}
-"""What crosses, with one and the same meaning on both sides."""
+from bridge.dtypes import DTYPES
 
 _ADVICE = {
     torch.int64: "JAX would hold an int32 copy; convert it yourself with .to(torch.int32)",

@@ -145,7 +145,8 @@ def exchange() -> Iterator[Finding]:
     import jax
     import torch
 
-    from bridge.dlpack import DTYPES, to_jax, to_torch, torch_device_type
+    from bridge.dlpack import to_jax, to_torch, torch_device_type
+    from bridge.dtypes import DTYPES
 
     where = torch_device_type()
     for dtype in DTYPES:

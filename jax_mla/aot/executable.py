@@ -75,8 +75,10 @@ class Executable:
 
     - `arch`: "sm_90", or "gfx942" and what is on: "gfx942:sramecc+:xnack-".
     - `name`: the module's.
-    - `kernels`: the custom kernels (Pallas') in the order in which they run.
-    - `others`: what runs beside them, XLA's own kernels and copies, by their names in a profile.
+    - `kernels`: in the order in which they run: Pallas', and those that XLA makes of what stands around them.
+    - `others`: what runs beside them, copies, calls of libraries and loops, by their names in a profile.
+    - `outputs`: where the function's results are, flat: ("output", its own number), or ("parameter", n) for a result
+      that is written into a donated parameter.
     - `temporaries`: buffer → size in bytes, of those that the arguments call "temporary".
     - `constants`: buffer → what it holds, of those that they call "constant".
     """
@@ -85,6 +87,7 @@ class Executable:
     name: str
     kernels: tuple[Kernel, ...]
     others: tuple[str, ...]
+    outputs: tuple[tuple[Role, int], ...]
     temporaries: dict[int, int]
     constants: dict[int, bytes]
 
@@ -114,9 +117,13 @@ def read(serialized: bytes) -> Executable:
     if not proto.thunks:
         raise ValueError("executable: expected thunks, got none")
     allocations = {a.index: a for a in proto.allocations.values}
-    outputs = {}
+    outputs, results = {}, {}
     for output in proto.outputs:
-        outputs.setdefault(output.info.allocation, _flat(output.index.values))
+        number, allocation = _flat(output.index.values), allocations[output.info.allocation]
+        first = outputs.setdefault(allocation.index, number)
+        results[number] = ("parameter", allocation.parameter) if allocation.is_parameter else ("output", first)
+    if sorted(results) != list(range(len(results))):
+        raise ValueError(f"executable: expected outputs 0 to {len(results) - 1}, got {sorted(results)}")
     kernels, others = [], []
     for thunk in proto.thunks:
         if thunk.HasField("kernel"):
@@ -129,6 +136,7 @@ def read(serialized: bytes) -> Executable:
         name=proto.name,
         kernels=tuple(kernels),
         others=tuple(others),
+        outputs=tuple(results[i] for i in range(len(results))),
         temporaries={i: allocations[i].size for i in sorted(used["temporary"])},
         constants={i: _constant(proto, i, allocations[i].size) for i in sorted(used["constant"])},
     )

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge import dlpack
-from bridge.dlpack import DTYPES, to_jax, to_torch
+from bridge.dlpack import to_jax, to_torch
+from bridge.dtypes import DTYPES
 
 INT4: torch.dtype = vars(torch)["int4"]
 """A type that torch has and its stubs have not."""

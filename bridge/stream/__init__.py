@@ -1,0 +1,10 @@
+"""JAX's kernels on torch's own stream, without JAX in the way.
+
+- ``lane``: ``Function``, what is run, and the two lanes, ``Jit`` and ``Stream``.
+- ``program``: what a compiled function is without its compiler; ``build`` makes one, with XLA; ``cache`` keeps them.
+- ``driver``: CUDA's and HIP's module interfaces; ``launch``: a program on torch's tensors.
+"""
+
+from bridge.stream.lane import Function as Function
+from bridge.stream.lane import Jit as Jit
+from bridge.stream.lane import Stream as Stream

@@ -1,0 +1,147 @@
+"""The two lanes on which a function of JAX runs on torch's tensors.
+
+A ``Function`` says once what it is: a function of arrays, in JAX, made of jax_mla's ops. Each lane takes its shapes
+from the tensors that it is called with, and everything else from there.
+
+- *jit*: through DLPack and ``jax.jit``, on JAX's own stream. Any function; on a CPU too. Costs the host 0.1 ms and more
+  a call, and can't be captured in a graph.
+- *stream*: compiled once by XLA for tensors of these shapes, kept on disk (``cache``), and launched on torch's stream
+  (``launch``). Functions that compile to kernels and nothing else (``build``). It launches what XLA compiled.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from bridge.dtypes import DTYPES
+from bridge.stream import cache as disk
+from bridge.stream import driver as drivers
+from bridge.stream.driver import Driver
+from bridge.stream.launch import Launcher
+from bridge.stream.program import Array, Program
+
+logger = logging.getLogger("jax_mla")
+
+
+@dataclass(frozen=True)
+class Function:
+    """- `name`: unique; what errors, the cache and profiles call it.
+    - `make`: from static arguments, all plain values, the function of JAX arrays, which gives an array or a flat tuple.
+      Called when something is compiled, and so the place to import JAX.
+    - `arrays`: its parameters' names. - `written`: those that it writes in place, its first results in that order.
+    """
+
+    name: str
+    make: Callable[..., Callable]
+    arrays: tuple[str, ...]
+    written: tuple[str, ...] = ()
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        return tuple(self.arrays.index(name) for name in self.written)
+
+    def program(self, arrays: tuple[Array, ...], arch: str, **static: Any) -> Program:
+        """The program of arrays like ``arrays``: kept, or built and then kept."""
+        hashed = disk.key(self.name, arrays, static, arch)
+        program = disk.get_or(self.name, hashed, partial(self._build, arrays, arch, static))
+        inplace = tuple(x.parameter for x in program.results if x.parameter is not None)
+        if (program.name, program.parameters, inplace) != (self.name, arrays, self.donated):
+            wanted, got = ", ".join(map(str, arrays)), ", ".join(map(str, program.parameters))
+            raise ValueError(
+                f"{self.name}: expected a program of {wanted} that writes parameters {self.donated} in place, got "
+                f"{program.name} of {got} that writes {inplace}; delete {disk.path_of(self.name, hashed)}"
+            )
+        return program
+
+    def _build(self, arrays: tuple[Array, ...], arch: str, static: dict[str, Any]) -> Program:
+        from bridge.stream.build import build  # needs JAX
+
+        logger.info("jax_mla: compiling %s for %s, %s, %s", self.name, arch, ", ".join(map(str, arrays)), static)
+        return build(self.name, self.make(**static), arrays, arch, self.donated)
+
+
+def arrays_of(function: Function, tensors: tuple[torch.Tensor, ...]) -> tuple[Array, ...]:
+    """What ``tensors`` are. Raises ``ValueError`` for another number of them, and for dtypes that JAX doesn't have."""
+    if len(tensors) != len(function.arrays):
+        names = ", ".join(function.arrays)
+        raise ValueError(f"{function.name}: expected {len(function.arrays)} tensors, {names}, got {len(tensors)}")
+    for name, tensor in zip(function.arrays, tensors, strict=True):
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{function.name}: {name}: expected one of {sorted(DTYPES.values())}, got {tensor.dtype}")
+    return tuple(Array(tuple(x.shape), DTYPES[x.dtype]) for x in tensors)
+
+
+class Jit:
+    """The jit lane."""
+
+    def __call__(self, function: Function, *tensors: torch.Tensor, **static: Any) -> tuple[torch.Tensor, ...]:
+        from bridge.dlpack import to_jax, to_torch
+
+        arrays_of(function, tensors)
+        arrays = [to_jax(x, f"{function.name}: {n}") for x, n in zip(tensors, function.arrays, strict=True)]
+        results = _jitted(function, tuple(sorted(static.items())))(*arrays)
+        results = results if isinstance(results, tuple) else (results,)
+        given = tuple(to_torch(x, f"{function.name}: result {i}") for i, x in enumerate(results))
+        inplace = [tensors[i] for i in function.donated]
+        for name, was, now in zip(function.written, inplace, given, strict=False):
+            if was.data_ptr() != now.data_ptr():  # a CPU's XLA writes into memory of its own
+                raise RuntimeError(
+                    f"{function.name}: {name}: expected to be written in place, got a result elsewhere; the jit lane "
+                    "writes in place on GPUs only"
+                )
+        return (*inplace, *given[len(inplace) :])
+
+
+@cache
+def _jitted(function: Function, static: tuple[tuple[str, Any], ...]):
+    import jax
+
+    return jax.jit(function.make(**dict(static)), donate_argnums=function.donated)
+
+
+class Stream:
+    """The stream lane of one GPU."""
+
+    def __init__(self, driver: Driver, arch: str):
+        self.driver, self.arch = driver, arch
+        self._launchers: dict[tuple, Launcher] = {}
+
+    @staticmethod
+    def of(device: torch.device) -> "Stream":
+        return Stream(drivers.for_device(device), drivers.arch_of(device))
+
+    def __call__(self, function: Function, *tensors: torch.Tensor, out=None, **static: Any) -> tuple[torch.Tensor, ...]:
+        """What ``Launcher`` gives. The first call with tensors of new shapes loads the program, and compiles it unless
+        it is kept; during a capture that is an error."""
+        return self.launcher(function, arrays_of(function, tensors), **static)(*tensors, out=out)
+
+    def launcher(self, function: Function, arrays: tuple[Array, ...], **static: Any) -> Launcher:
+        """What runs ``function`` on tensors like ``arrays``. Keep it where a call's few µs of looking it up count."""
+        which = (function, arrays, tuple(sorted(static.items())))
+        found = self._launchers.get(which)
+        if found is None:
+            if self.driver.capturing():
+                raise RuntimeError(
+                    f"{function.name}: expected to be prepared for {', '.join(map(str, arrays))}, {static} before a "
+                    "graph is captured, got a first call during the capture: call bridge.stream's Stream.prepare"
+                )
+            program = function.program(arrays, self.arch, **static)
+            found = self._launchers[which] = Launcher(program, self.driver, self.arch)
+        return found
+
+    def prepare(
+        self, wanted: Iterable[tuple[Function, tuple[Array, ...], dict[str, Any]]], progress: bool = True
+    ) -> None:
+        """Has each of ``wanted``, a function, its arrays and its static arguments, ready to be launched: compiled,
+        kept on disk, loaded. `progress`: a bar on stderr."""
+        from rich.console import Console
+        from rich.progress import track
+
+        wanted = list(wanted)
+        console = Console(stderr=True)
+        for function, arrays, static in track(wanted, "jax_mla: kernels", console=console, disable=not progress):
+            self.launcher(function, arrays, **static)

@@ -1,0 +1,164 @@
+"""A ``Program`` on torch's tensors: launched on torch's current stream, by their addresses.
+
+Everything that a launch needs is made beforehand, so a call allocates nothing but the results it isn't given memory
+for, waits for nothing, and can be captured in a graph, which then holds the addresses.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from bridge.dtypes import DTYPES
+from bridge.stream.driver import Driver, Kernel
+from bridge.stream.program import Array, Program
+
+ALIGNMENT = 16
+"""Bytes that XLA takes a parameter's address to be a multiple of; memory of its own it aligns to 256, as torch does."""
+
+REMEMBERED = 4096  # combinations of addresses; a model's layers and the allocator's blocks repeat
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Launcher:
+    """``program`` loaded on ``driver``'s device.
+
+    Calls of one launcher must follow one another on the device, as those on one stream do: they share the memory of
+    what lies between its kernels.
+
+    Raises ``RuntimeError`` while a graph is being captured, when nothing can be loaded, ``ValueError`` for code of
+    another chip, and ``driver.DriverError``.
+    """
+
+    def __init__(self, program: Program, driver: Driver, arch: str):
+        if program.arch != arch:
+            raise ValueError(f"{program.name}: expected code for {arch}, which {driver.device} is, got {program.arch}")
+        if driver.capturing():
+            raise RuntimeError(
+                f"{program.name}: it must be loaded before a graph is captured, got a first call during the capture; "
+                "call it once, or bridge.stream.Lane.prepare, before"
+            )
+        driver.check_current(program.name)
+        self.program, self._driver = program, driver
+        self._dtypes = [TORCH_DTYPES[x.dtype] for x in program.parameters]
+        self._shapes = [torch.Size(x.shape) for x in program.parameters]
+        self._fresh = [i for i, result in enumerate(program.results) if result.parameter is None]
+        device = driver.device
+        self._constants = [torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for x in program.constants]
+        self._temporaries = [torch.empty(x, dtype=torch.uint8, device=device) for x in program.temporaries]
+        modules = [driver.load(code, program.name) for code in program.codes]
+        self._kernels: list[Kernel] = []
+        self._places: dict[tuple[str, int], list[tuple]] = {}
+        for launch in program.launches:
+            kernel = driver.kernel(modules[launch.code], launch, program.name)
+            self._kernels.append(kernel)
+            for i, p in enumerate(launch.pointers):
+                self._places.setdefault((p.role, p.number), []).append((kernel.addresses, i, p.offset))
+        for role, tensors in (("constant", self._constants), ("temporary", self._temporaries)):
+            for number, tensor in enumerate(tensors):
+                self._point((role, number), tensor.data_ptr())
+        buffers = [("parameter", i) for i in range(len(program.parameters))] + [("output", i) for i in self._fresh]
+        self._call_places = [self._places.get(buffer, []) for buffer in buffers]
+        self._last: tuple[int, ...] = ()
+        self._apart: set[tuple[int, ...]] = set()  # addresses that were found not to overlap
+
+    def _point(self, buffer: tuple[str, int], address: int) -> None:
+        for addresses, i, offset in self._places.get(buffer, []):
+            addresses[i] = address + offset
+
+    def __call__(self, *tensors: torch.Tensor, out: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, ...]:
+        """The program's results.
+
+        - `tensors`: its parameters, exactly as they are described, in order.
+        - `out`: memory for those results that are not written into a parameter, in order; allocated by torch if None.
+
+        Raises ``ValueError``, before anything is launched, for a tensor of another shape, dtype or device, one that is
+        not contiguous or not aligned to 16 bytes, and for results that would lie in a parameter or in one another.
+        """
+        program, driver = self.program, self._driver
+        if len(tensors) != len(self._shapes):
+            raise ValueError(f"{program.name}: expected {len(self._shapes)} tensors, got {len(tensors)}")
+        driver.check_current(program.name)
+        given = [
+            self._address(x, shape, dtype, i, "parameter")
+            for i, (x, shape, dtype) in enumerate(zip(tensors, self._shapes, self._dtypes, strict=True))
+        ]
+        if out is None:
+            out = [self._allocate(program.results[i].array) for i in self._fresh]
+        elif len(out) != len(self._fresh):
+            raise ValueError(f"{program.name}: expected out to be {len(self._fresh)} tensors, got {len(out)}")
+        taken = []
+        for i, x in zip(self._fresh, out, strict=True):
+            array = program.results[i].array
+            taken.append(self._address(x, torch.Size(array.shape), TORCH_DTYPES[array.dtype], i, "result"))
+        addresses = (*given, *taken)
+        if addresses != self._last:
+            if addresses not in self._apart:
+                self._refuse_overlaps(given, taken)
+                if len(self._apart) == REMEMBERED:
+                    self._apart.clear()
+                self._apart.add(addresses)
+            for address, places in zip(addresses, self._call_places, strict=True):
+                for array, i, offset in places:
+                    array[i] = address + offset
+            self._last = addresses
+        stream = driver.stream()
+        for kernel in self._kernels:
+            kernel.launch(stream)
+        fresh = iter(out)
+        return tuple(next(fresh) if r.parameter is None else tensors[r.parameter] for r in program.results)
+
+    def _allocate(self, array: Array) -> torch.Tensor:
+        return torch.empty(array.shape, dtype=TORCH_DTYPES[array.dtype], device=self._driver.device)
+
+    def _address(self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, number: int, role: str) -> int:
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype == dtype
+            and tensor.shape == shape
+            and tensor.device == self._driver.device
+            and tensor.is_contiguous()
+        ):
+            address = tensor.data_ptr()
+            if address % ALIGNMENT == 0:
+                return address
+        self._refuse(tensor, shape, dtype, number, role)
+        raise AssertionError
+
+    def _refuse(self, tensor, shape, dtype, number: int, role: str):
+        name, device = f"{self.program.name}: {role} {number}", self._driver.device
+        expected = f"{dtype} {tuple(shape)} on {device}, contiguous and aligned to {ALIGNMENT} bytes"
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: expected {expected}, got a {type(tensor).__name__}")
+        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        if not tensor.is_contiguous():
+            got += f" with strides {tensor.stride()}"
+        elif tensor.data_ptr() % ALIGNMENT:
+            got += f" at {tensor.data_ptr():#x}"
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+    def _refuse_overlaps(self, given: list[int], taken: list[int]) -> None:
+        """Raises where a result would be written over something that a kernel may still read."""
+        program = self.program
+        for i, address in zip(self._fresh, taken, strict=True):
+            end = address + program.results[i].array.nbytes
+            others = [(f"parameter {j}", a, program.parameters[j].nbytes) for j, a in enumerate(given)]
+            others += [
+                (f"result {j}", a, program.results[j].array.nbytes)
+                for j, a in zip(self._fresh, taken, strict=True)
+                if j != i
+            ]
+            for name, start, size in others:
+                if start < end and address < start + size:
+                    raise ValueError(f"{program.name}: result {i}: expected memory of its own, got some of {name}'s")
+        for result in program.results:
+            if result.parameter is None:
+                continue
+            start = given[result.parameter]
+            end = start + result.array.nbytes
+            for j, a in enumerate(given):
+                if j != result.parameter and a < end and start < a + program.parameters[j].nbytes:
+                    raise ValueError(
+                        f"{program.name}: parameter {result.parameter} is written: expected no other parameter in its "
+                        f"memory, got parameter {j}"
+                    )

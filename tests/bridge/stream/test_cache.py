@@ -1,0 +1,115 @@
+"""What is kept on disk, and when it counts."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from bridge.stream import cache
+from bridge.stream.program import Array
+from tests.bridge.stream import fake
+from tests.bridge.stream.fake import program
+
+ARRAYS = (Array((4, 8), "float32"),)
+
+
+def key(name="f", arrays=ARRAYS, static=None, arch="sm_90"):
+    return cache.key(name, arrays, dict(k=2048, layout="bf16") if static is None else static, arch)
+
+
+def test_a_key_is_of_everything_that_decides(monkeypatch):
+    keys = {
+        key(),
+        key(name="g"),
+        key(arrays=(Array((4, 9), "float32"),)),
+        key(arrays=(Array((4, 8), "bfloat16"),)),
+        key(static=dict(k=2048, layout="fp8_656")),
+        key(static=dict(k=2048.0, layout="bf16")),
+        key(static=dict(k=2048)),
+        key(arch="gfx942"),
+    }
+    assert len(keys) == 8 and key() in keys
+    assert key(static=dict(layout="bf16", k=2048)) == key()
+    monkeypatch.setattr(cache, "sources", lambda: "other sources")
+    assert key() not in keys
+
+
+def test_sources_are_those_of_jax_mla():
+    script = "from bridge.stream import cache; print(cache.sources())"
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == cache.sources()
+
+
+def test_static_arguments_are_plain():
+    with pytest.raises(TypeError, match="f: layout: expected text, a number, a bool or None, got object"):
+        key(static=dict(layout=object()))
+
+
+def test_what_was_built_once_is_not_built_again(cache_folder):
+    built = []
+
+    def build():
+        built.append(1)
+        return program()
+
+    assert cache.get("f", key()) is None
+    for _ in range(2):
+        assert cache.get_or("f", key(), build) == program()
+    assert built == [1] and [x.name for x in cache_folder.iterdir()] == [f"f-{key()}.program"]
+    assert cache.kept() == [program()] and cache.kept("gfx942") == []
+
+
+def test_other_versions_are_built_anew(caplog):
+    cache.put("f", key(), program(versions={"jax": "0.0.1"}))
+    with caplog.at_level("INFO", logger="jax_mla"):
+        assert cache.get("f", key()) is None
+    assert "was built by jax 0.0.1" in caplog.text
+    cache.put("f", key(), program(versions={"a-package-that-is-not-here": "1"}))
+    assert cache.get("f", key()) is not None
+
+
+def test_a_damaged_file_is_an_error_that_names_it(cache_folder, caplog):
+    path = cache.put("f", key(), program())
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"{path}: program: expected a file of format 1.*; delete it"):
+        cache.get("f", key())
+    with caplog.at_level("WARNING", logger="jax_mla"):
+        assert cache.kept() == []
+    assert str(path) in caplog.text
+
+
+WITHOUT_JAX = """
+import sys
+sys.modules["jax"] = sys.modules["jaxlib"] = None  # importing either is an ImportError
+import torch
+from bridge.stream import cache
+from bridge.stream.launch import Launcher
+from bridge.stream.lane import Function, Stream
+from bridge.stream.driver import CUDA
+from bridge.stream.program import Array
+from tests.bridge.stream.fake import ARCH, FakeDriver
+def make(**static):
+    raise AssertionError("nothing is to be compiled")
+driver = FakeDriver(CUDA, sys.argv[1])
+stream = Stream(driver, ARCH)
+f = Function("example", make, ("x", "pool"), ("pool",))
+pool, copied = stream(f, torch.arange(64, dtype=torch.uint8), torch.zeros(4, 8), k=3)
+print(copied[:48].tolist() == list(range(48)), [x[0] for x in driver.launches()])
+"""
+
+
+def test_what_is_kept_runs_in_a_process_without_jax(fake_library):
+    arrays = tuple(program().parameters)
+    cache.put("example", cache.key("example", arrays, dict(k=3), fake.ARCH), program())
+    done = subprocess.run([sys.executable, "-c", WITHOUT_JAX, str(fake_library)], capture_output=True, text=True)
+    assert done.stdout.strip() == "True ['copy_4', 'fill_2']", done.stderr
+
+
+def test_a_program_s_head_is_json_that_a_person_can_read(cache_folder):
+    import zipfile
+
+    path = cache.put("f", key(), replace(program(), versions={"jax": "1"}))
+    head = json.loads(zipfile.ZipFile(path).read("program.json"))
+    assert head["versions"] == {"jax": "1"} and head["launches"][0]["kernel"] == "copy_4"

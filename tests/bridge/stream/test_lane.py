@@ -1,0 +1,84 @@
+"""One function on both lanes."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from bridge.stream import Function, Jit, Stream, cache
+from bridge.stream.program import Array
+from tests.bridge.stream.fake import ARCH, program
+
+COMPILED = []
+
+
+def make(*, factor):
+    COMPILED.append(factor)
+    return lambda x, y: (factor * x + y, jnp.sum(x, axis=1))
+
+
+AFFINE = Function("affine", make, ("x", "y"))
+X, Y = torch.arange(12, dtype=torch.float32).reshape(3, 4), torch.ones(3, 4)
+ARRAYS = (Array((3, 4), "float32"),) * 2
+
+
+def test_the_jit_lane_is_the_function():
+    both, total = Jit()(AFFINE, X, Y, factor=3.0)
+    assert torch.equal(both, 3 * X + Y) and torch.equal(total, X.sum(1))
+
+
+def test_the_jit_lane_compiles_once():
+    COMPILED.clear()
+    for _ in range(3):
+        Jit()(AFFINE, X, Y, factor=7.0)
+    assert COMPILED == [7.0]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+def test_the_jit_lane_does_not_pretend_to_write_in_place():
+    doubled = Function("doubled", lambda: lambda x: 2 * x, ("x",), ("x",))
+    with pytest.raises(RuntimeError, match="doubled: x: expected to be written in place, got a result elsewhere"):
+        Jit()(doubled, X.clone())
+
+
+def test_the_stream_lane_compiles_once_and_keeps_it(driver, cache_folder):
+    COMPILED.clear()
+    stream = Stream(driver, ARCH)
+    for _ in range(2):
+        both, total = stream(AFFINE, X, Y, factor=3.0)
+        assert both.shape == (3, 4) and total.shape == (3,)
+    assert len(driver.launches()) >= 2
+    assert COMPILED == [3.0] and len(list(cache_folder.iterdir())) == 1
+    Stream(driver, ARCH)(AFFINE, X, Y, factor=3.0)
+    assert COMPILED == [3.0]
+    stream(AFFINE, X, Y, factor=4.0)
+    stream(AFFINE, X[:2], Y[:2], factor=3.0)
+    assert COMPILED == [3.0, 4.0, 3.0]
+
+
+def test_what_would_have_to_be_compiled_during_a_capture_is_refused(driver):
+    COMPILED.clear()
+    stream = Stream(driver, ARCH)
+    stream.prepare([(AFFINE, ARRAYS, dict(factor=3.0))], progress=False)
+    driver.is_capturing = True
+    stream(AFFINE, X, Y, factor=3.0)
+    driver.log()
+    with pytest.raises(RuntimeError, match=r"affine: expected to be prepared for float32\[3, 4\], .* before a graph"):
+        stream(AFFINE, X, Y, factor=5.0)
+    assert COMPILED == [3.0] and driver.log() == []
+
+
+@pytest.mark.parametrize("lane", ["jit", "stream"])
+def test_bad_calls_are_refused_by_name(driver, lane):
+    run = Jit() if lane == "jit" else Stream(driver, ARCH)
+    with pytest.raises(ValueError, match="affine: expected 2 tensors, x, y, got 1"):
+        run(AFFINE, X, factor=3.0)
+    with pytest.raises(ValueError, match="affine: y: expected one of .*, got torch.float64"):
+        run(AFFINE, X, Y.double(), factor=3.0)
+    assert driver.launches() == []
+
+
+def test_a_program_of_another_function_is_refused(driver):
+    """As a file under the wrong name would be."""
+    cache.put("affine", cache.key("affine", ARRAYS, dict(factor=3.0), ARCH), program())
+    with pytest.raises(ValueError, match="affine: expected a program of float32"):
+        Stream(driver, ARCH)(AFFINE, X, Y, factor=3.0)
