@@ -2,6 +2,7 @@
 
 - ``lane``: ``Function``, what is run, and the two lanes, ``Jit`` and ``Stream``.
 - ``program``: what a compiled function is without its compiler; ``build`` makes one, with XLA; ``cache`` keeps them.
+- ``custom``: functions as torch's operators.
 - ``driver``: CUDA's and HIP's module interfaces; ``launch``: a program on torch's tensors.
 """
 

@@ -81,15 +81,14 @@ class Driver:
             (library,) = found
         self.interface, self.device, self.library = interface, device, library
         handle = ctypes.CDLL(library)
-        pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
+        pointer = ctypes.c_void_p
         self._load = self._function(handle, interface.load, ctypes.POINTER(pointer), ctypes.c_char_p)
         self._find = self._function(handle, interface.function, ctypes.POINTER(pointer), pointer, ctypes.c_char_p)
         self._set = None
         if interface.attribute is not None:
             self._set = self._function(handle, interface.attribute, pointer, ctypes.c_int, ctypes.c_int)
-        self._launch = self._function(
-            handle, interface.launch, pointer, *[unsigned] * 7, pointer, ctypes.POINTER(pointer), pointer
-        )
+        # Without argtypes: its arguments are of ctypes' own types already, and aren't looked at again on each call.
+        self.launch_function = getattr(handle, interface.launch)
         self._text = getattr(handle, interface.error)
         self._text.restype = ctypes.c_int if interface.text_by_pointer else ctypes.c_char_p
 
@@ -155,14 +154,14 @@ class Kernel:
         count = len(launch.pointers)
         self.addresses = (ctypes.c_uint64 * count)()
         first = ctypes.addressof(self.addresses)
-        self._arguments = (ctypes.c_void_p * count)(*[first + 8 * i for i in range(count)])
         sizes = [ctypes.c_uint(n) for n in (*launch.grid, *launch.threads, launch.shared_bytes)]
-        self._fixed = (function, *sizes)
-        self._call, self._error = driver._launch, driver.error
+        self._before = (function, *sizes)
+        self._after = (ctypes.c_void_p * count)(*[first + 8 * i for i in range(count)]), ctypes.c_void_p(None)
+        self._call, self._error = driver.launch_function, driver.error
         self._what = f"{what}: {launch.kernel!r} on a grid of {launch.grid}"
 
-    def launch(self, stream: int) -> None:
-        status = self._call(*self._fixed, stream, self._arguments, None)
+    def launch(self, stream: ctypes.c_void_p) -> None:
+        status = self._call(*self._before, stream, *self._after)
         if status:
             raise DriverError(f"{self._what}: the launch failed: {self._error(status)}")
 

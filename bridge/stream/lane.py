@@ -33,11 +33,13 @@ class Function:
     - `make`: from static arguments, all plain values, the function of JAX arrays, which gives an array or a flat tuple.
       Called when something is compiled, and so the place to import JAX.
     - `arrays`: its parameters' names. - `written`: those that it writes in place, its first results in that order.
+    - `results`: the names of the others.
     """
 
     name: str
     make: Callable[..., Callable]
     arrays: tuple[str, ...]
+    results: tuple[str, ...]
     written: tuple[str, ...] = ()
 
     @property
@@ -48,12 +50,12 @@ class Function:
         """The program of arrays like ``arrays``: kept, or built and then kept."""
         hashed = disk.key(self.name, arrays, static, arch)
         program = disk.get_or(self.name, hashed, partial(self._build, arrays, arch, static))
-        inplace = tuple(x.parameter for x in program.results if x.parameter is not None)
-        if (program.name, program.parameters, inplace) != (self.name, arrays, self.donated):
-            wanted, got = ", ".join(map(str, arrays)), ", ".join(map(str, program.parameters))
+        wanted = self.name, arrays, (*self.donated, *[None] * len(self.results))
+        got = program.name, program.parameters, tuple(x.parameter for x in program.results)
+        if got != wanted:
             raise ValueError(
-                f"{self.name}: expected a program of {wanted} that writes parameters {self.donated} in place, got "
-                f"{program.name} of {got} that writes {inplace}; delete {disk.path_of(self.name, hashed)}"
+                f"{self.name}: expected a program of {_words(*wanted)}, got {_words(*got)}; if {self.name} is as it "
+                f"says, delete {disk.path_of(self.name, hashed)}"
             )
         return program
 
@@ -62,6 +64,10 @@ class Function:
 
         logger.info("jax_mla: compiling %s for %s, %s, %s", self.name, arch, ", ".join(map(str, arrays)), static)
         return build(self.name, self.make(**static), arrays, arch, self.donated)
+
+
+def _words(name: str, arrays: tuple[Array, ...], results: tuple[int | None, ...]) -> str:
+    return f"{', '.join(map(str, arrays))}, {name!r}, with results in {results}"
 
 
 def arrays_of(function: Function, tensors: tuple[torch.Tensor, ...]) -> tuple[Array, ...]:

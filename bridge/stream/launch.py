@@ -4,7 +4,9 @@ Everything that a launch needs is made beforehand, so a call allocates nothing b
 for, waits for nothing, and can be captured in a graph, which then holds the addresses.
 """
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -75,10 +77,25 @@ class Launcher:
         Raises ``ValueError``, before anything is launched, for a tensor of another shape, dtype or device, one that is
         not contiguous or not aligned to 16 bytes, and for results that would lie in a parameter or in one another.
         """
-        program, driver = self.program, self._driver
+        addresses, results = self._look_at(tensors, out)
+        self._launch(addresses)
+        return results
+
+    def bind(
+        self, *tensors: torch.Tensor, out: Sequence[torch.Tensor] | None = None
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """A call with these tensors, which are looked at now and kept: it only launches."""
+        return partial(self._again, *self._look_at(tensors, out), tensors)
+
+    def _again(self, addresses, results, kept) -> tuple[torch.Tensor, ...]:
+        self._launch(addresses)
+        return results
+
+    def _look_at(self, tensors, out) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
+        """The addresses of parameters and of results of their own, and all results; raises for what does not fit."""
+        program = self.program
         if len(tensors) != len(self._shapes):
             raise ValueError(f"{program.name}: expected {len(self._shapes)} tensors, got {len(tensors)}")
-        driver.check_current(program.name)
         given = [
             self._address(x, shape, dtype, i, "parameter")
             for i, (x, shape, dtype) in enumerate(zip(tensors, self._shapes, self._dtypes, strict=True))
@@ -92,21 +109,25 @@ class Launcher:
             array = program.results[i].array
             taken.append(self._address(x, torch.Size(array.shape), TORCH_DTYPES[array.dtype], i, "result"))
         addresses = (*given, *taken)
+        if addresses not in self._apart:
+            self._refuse_overlaps(given, taken)
+            if len(self._apart) == REMEMBERED:
+                self._apart.clear()
+            self._apart.add(addresses)
+        fresh = iter(out)
+        return addresses, tuple(next(fresh) if r.parameter is None else tensors[r.parameter] for r in program.results)
+
+    def _launch(self, addresses: tuple[int, ...]) -> None:
+        driver = self._driver
+        driver.check_current(self.program.name)
         if addresses != self._last:
-            if addresses not in self._apart:
-                self._refuse_overlaps(given, taken)
-                if len(self._apart) == REMEMBERED:
-                    self._apart.clear()
-                self._apart.add(addresses)
             for address, places in zip(addresses, self._call_places, strict=True):
                 for array, i, offset in places:
                     array[i] = address + offset
             self._last = addresses
-        stream = driver.stream()
+        stream = ctypes.c_void_p(driver.stream())
         for kernel in self._kernels:
             kernel.launch(stream)
-        fresh = iter(out)
-        return tuple(next(fresh) if r.parameter is None else tensors[r.parameter] for r in program.results)
 
     def _allocate(self, array: Array) -> torch.Tensor:
         return torch.empty(array.shape, dtype=TORCH_DTYPES[array.dtype], device=self._driver.device)

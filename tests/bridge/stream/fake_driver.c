@@ -1,6 +1,7 @@
 // What bridge.stream.driver calls of CUDA and of HIP, on a CPU: it writes down what it is asked, and runs two kernels.
 // fill_N: byte 7 into the first grid.x bytes of its last argument. copy_N: as many bytes of the first into the last.
-// The number at the end of a kernel's name is how many arguments it takes; fake_arity sets it for other names.
+// The number at the end of their names is how many arguments they take; of other kernels fake_arity says it, or none
+// are written down.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,7 +34,8 @@ static int find(void **function, void *module, const char *name) {
   if (module != (void *)0x1000 || !strncmp(name, "missing", 7)) return 500;
   const char *digits = name + strlen(name);
   while (digits > name && digits[-1] >= '0' && digits[-1] <= '9') digits--;
-  int arity = atoi(digits);
+  int ours = !strncmp(name, "fill_", 5) || !strncmp(name, "copy_", 5);
+  int arity = ours ? atoi(digits) : 0;
   for (int i = 0; i < known_count; i++)
     if (!strcmp(known[i].name, name)) arity = known[i].arity;
   strcpy(kernels[count].name, name);

@@ -94,7 +94,7 @@ def make(**static):
     raise AssertionError("nothing is to be compiled")
 driver = FakeDriver(CUDA, sys.argv[1])
 stream = Stream(driver, ARCH)
-f = Function("example", make, ("x", "pool"), ("pool",))
+f = Function("example", make, ("x", "pool"), ("copied",), ("pool",))
 pool, copied = stream(f, torch.arange(64, dtype=torch.uint8), torch.zeros(4, 8), k=3)
 print(copied[:48].tolist() == list(range(48)), [x[0] for x in driver.launches()])
 """

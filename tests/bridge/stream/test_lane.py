@@ -11,12 +11,12 @@ from tests.bridge.stream.fake import ARCH, program
 COMPILED = []
 
 
-def make(*, factor):
+def make(*, factor: float):
     COMPILED.append(factor)
     return lambda x, y: (factor * x + y, jnp.sum(x, axis=1))
 
 
-AFFINE = Function("affine", make, ("x", "y"))
+AFFINE = Function("affine", make, ("x", "y"), ("both", "total"))
 X, Y = torch.arange(12, dtype=torch.float32).reshape(3, 4), torch.ones(3, 4)
 ARRAYS = (Array((3, 4), "float32"),) * 2
 
@@ -35,7 +35,7 @@ def test_the_jit_lane_compiles_once():
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_the_jit_lane_does_not_pretend_to_write_in_place():
-    doubled = Function("doubled", lambda: lambda x: 2 * x, ("x",), ("x",))
+    doubled = Function("doubled", lambda: lambda x: 2 * x, ("x",), (), ("x",))
     with pytest.raises(RuntimeError, match="doubled: x: expected to be written in place, got a result elsewhere"):
         Jit()(doubled, X.clone())
 

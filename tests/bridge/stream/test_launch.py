@@ -56,6 +56,23 @@ def test_addresses_follow_the_tensors(driver, tensors, out):
             assert addresses[0] == given[0].data_ptr() and addresses_2[1] == given[1].data_ptr()
 
 
+def test_a_bound_call_only_launches(driver, tensors, out):
+    launcher = Launcher(program(), driver, ARCH)
+    other = tensors[0].clone(), tensors[1].clone()
+    call = launcher.bind(*tensors, out=out)
+    driver.log()
+    for _ in range(2):
+        launcher(*other)
+        driver.log()
+        pool, copied = call()
+        assert pool is tensors[1] and copied is out[0]
+        (_, _, addresses), (_, _, addresses_2) = driver.launches()
+        assert (addresses[0], addresses[3]) == (tensors[0].data_ptr(), out[0].data_ptr())
+        assert addresses_2[1] == tensors[1].data_ptr()
+    with pytest.raises(ValueError, match="expected 2 tensors"):
+        launcher.bind(tensors[0])
+
+
 def bad_tensors():
     good = torch.arange(64, dtype=torch.uint8), torch.zeros(4, 8)
     yield "shape", (good[0][:63], good[1]), r"parameter 0: expected torch.uint8 \(64,\).*got torch.uint8 \(63,\)"

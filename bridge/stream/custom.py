@@ -1,0 +1,64 @@
+"""Functions as operators of torch's, which ``torch.compile`` and graphs see through: ``torch.ops.jax_mla.<name>``."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bridge.stream.lane import Function, arrays_of
+from bridge.stream.launch import TORCH_DTYPES
+
+TYPES = {str: "str", int: "int", float: "float", bool: "bool"}
+"""A static argument's annotation → torch's name of its type."""
+
+
+def schema_of(function: Function) -> str:
+    """What torch is told of it: arrays by position, those that are written marked, static arguments by name.
+
+    Raises ``TypeError`` for a static argument that isn't annotated with one of ``TYPES``.
+    """
+    arguments = [
+        f"Tensor({chr(97 + function.written.index(name))}!) {name}" if name in function.written else f"Tensor {name}"
+        for name in function.arrays
+    ]
+    static = []
+    for name, parameter in inspect.signature(function.make).parameters.items():
+        if parameter.annotation not in TYPES:
+            expected = "an annotation of str, int, float or bool"
+            raise TypeError(f"{function.name}: {name}: expected {expected}, got {parameter.annotation}")
+        static.append(f"{TYPES[parameter.annotation]} {name}")
+    star = ["*", *static] if static else []
+    results = ", ".join(["Tensor"] * len(function.results))
+    return f"({', '.join(arguments + star)}) -> ({results})"
+
+
+def register(function: Function, lane: Callable[..., tuple[torch.Tensor, ...]]) -> Any:
+    """``torch.ops.jax_mla.<name>``, which runs ``function`` on ``lane``. It gives the results that are not written in
+    place, as torch wants operators that write. Once for each function and process."""
+    inplace = len(function.written)
+
+    def run(*tensors: torch.Tensor, **static: Any):
+        return _as_torch(lane(function, *tensors, **static)[inplace:])
+
+    def fake(*tensors: torch.Tensor, **static: Any):
+        return _as_torch(_empty(function, tensors, static)[inplace:])
+
+    operator = torch.library.custom_op(
+        f"jax_mla::{function.name}", run, mutates_args=function.written, schema=schema_of(function)
+    )
+    operator.register_fake(fake)
+    return operator
+
+
+def _as_torch(results: Sequence[torch.Tensor]):
+    return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _empty(function: Function, tensors: tuple[torch.Tensor, ...], static: dict[str, Any]) -> list[torch.Tensor]:
+    """Tensors like the results, by JAX's own rules, without computing any."""
+    import jax
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays_of(function, tensors)]
+    results = jax.tree.leaves(jax.eval_shape(function.make(**static), *shapes))
+    return [torch.empty(x.shape, dtype=TORCH_DTYPES[x.dtype.name], device=tensors[0].device) for x in results]
