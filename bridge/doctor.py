@@ -228,6 +228,35 @@ def kernel() -> Iterator[Finding]:
         yield Finding("kernel", "fail", found, advice)
 
 
+def runtimes() -> Iterator[Finding]:
+    """Whether torch and JAX share one CUDA or HIP runtime: of two, neither knows the other's memory and streams."""
+    from bridge.stream import driver
+
+    for name, interface in (("CUDA", driver.CUDA), ("HIP", driver.HIP)):
+        found = driver.loaded(interface.library)
+        if len(found) > 1:
+            advice = "start with the environment of one; LD_LIBRARY_PATH and what it names first decide"
+            yield Finding("runtimes", "fail", f"two of {name}: {', '.join(found)}", advice)
+        elif found:
+            yield Finding("runtimes", "ok", found[0])
+    if not driver.loaded(driver.CUDA.library) and not driver.loaded(driver.HIP.library):
+        yield Finding("runtimes", "ok", "none: this process uses no GPU")
+
+
+def programs() -> Iterator[Finding]:
+    """What the stream lane has compiled for this device, or for which without one."""
+    import torch
+
+    from bridge.stream import cache, driver
+
+    arch = driver.arch_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+    counts: dict[str, int] = {}
+    for program in cache.kept(arch):
+        counts[f"{program.arch} {program.name}"] = counts.get(f"{program.arch} {program.name}", 0) + 1
+    held = ", ".join(f"{name} ({n})" for name, n in counts.items()) or f"none{f' for {arch}' if arch else ''}"
+    yield Finding("programs", "ok", f"{held}, in {cache.folder()}")
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python,
     jax_versions,
@@ -237,6 +266,8 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     device,
     exchange,
     kernel,
+    runtimes,
+    programs,
 )
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from bridge import doctor
 from bridge.sglang import contract
+from bridge.stream import cache
+from tests.bridge.stream.fake import program
 
 VERSIONS = {"jax": "0.11.2", "jaxlib": "0.11.2", "torch": doctor.TORCH}
 
@@ -38,7 +40,7 @@ def test_this_machine_can_serve(capsys):
     assert said["able"] is True
     assert {f["name"] for f in said["findings"]} >= {
         *("python", "jax", "sglang", "torch", "plugin", "host memory", "XLA memory"),
-        *("device", "fp8", "dlpack", "write in place", "kernel"),
+        *("device", "fp8", "dlpack", "write in place", "kernel", "runtimes", "programs"),
     }
     assert all(f["status"] == "ok" or f["advice"] for f in said["findings"])
     assert doctor.main(json=False) == 0
@@ -149,3 +151,24 @@ def test_preallocation_on_a_gpu(monkeypatch, value, status):
         monkeypatch.setenv(doctor.PREALLOCATE, value)
     (finding,) = named(doctor.memory(), "XLA memory")
     assert finding.status == status and doctor.PREALLOCATE in finding.found
+
+
+def test_two_runtimes_in_a_process_are_named(monkeypatch):
+    files = {"libamdhip64.so": ["/a/libamdhip64.so.6", "/b/libamdhip64.so.7"], "libcuda.so": []}
+    monkeypatch.setattr("bridge.stream.driver.loaded", files.get)
+    (finding,) = doctor.runtimes()
+    assert finding.status == "fail" and "/a/libamdhip64.so.6, /b/libamdhip64.so.7" in finding.found and finding.advice
+    files["libamdhip64.so"].pop()
+    assert [(f.status, f.found) for f in doctor.runtimes()] == [("ok", "/a/libamdhip64.so.6")]
+    files["libamdhip64.so"].clear()
+    assert [f.status for f in doctor.runtimes()] == ["ok"]
+
+
+def test_what_the_cache_holds_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_MLA_CACHE", str(tmp_path))
+    (finding,) = doctor.programs()
+    assert finding.status == "ok" and finding.found == f"none, in {tmp_path}"
+    for i in range(3):
+        cache.put("example", f"{i}", program(arch="gfx950" if i else "sm_90"))
+    (finding,) = doctor.programs()
+    assert finding.found == f"sm_90 example (1), gfx950 example (2), in {tmp_path}"
