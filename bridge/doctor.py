@@ -229,7 +229,7 @@ def kernel() -> Iterator[Finding]:
 
 
 def runtimes() -> Iterator[Finding]:
-    """Whether torch and JAX share one CUDA or HIP runtime: of two, neither knows the other's memory and streams."""
+    """Whether this process has one driver of CUDA, or one HIP: of two, neither knows the other's memory and streams."""
     from bridge.stream import driver
 
     for name, interface in (("CUDA", driver.CUDA), ("HIP", driver.HIP)):

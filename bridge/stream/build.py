@@ -1,6 +1,6 @@
 """A JAX function as a ``Program``: compiled by XLA for a chip that need not be there, and taken out of its executable.
 
-The one place of this package that needs JAX, on any platform: no client of a GPU is made.
+It needs JAX, on any platform: no client of a GPU is made.
 """
 
 from collections.abc import Callable, Sequence

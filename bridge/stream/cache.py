@@ -1,8 +1,9 @@
-"""Programs on disk, under a hash of everything that decides about them, so that a server starts without compiling.
+"""Programs on disk, under a hash of what decides about them, so that a server starts without compiling.
 
-The hash is of the function's name and static arguments, its arrays, the chip, and the text of all of ``jax_mla``; the
-compiler's versions stand in the file, and a file of other versions than those installed is built anew. So looking up
-needs neither JAX nor a compiler, and a folder that was filled elsewhere serves.
+The hash is of the function: its name, arrays, results and static arguments, where it is written down and that file; of
+the chip; of the text of ``jax_mla``, ``bridge.ops`` and this package; of XLA_FLAGS and JAX's default precision of
+products. The compiler's versions stand in the file, and a file of other versions than those installed is built anew. So
+looking up needs neither JAX nor a compiler, and a folder that was filled elsewhere serves.
 """
 
 import hashlib
@@ -10,8 +11,10 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import marshal
 import os
-import tempfile
+import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -34,31 +37,51 @@ def folder() -> Path:
 
 @cache
 def sources() -> str:
-    """A hash of the files of ``jax_mla``, which isn't imported for it."""
+    """A hash of the files of ``jax_mla``, which isn't imported for it, and of those here that make programs."""
     spec = importlib.util.find_spec("jax_mla")
     assert spec is not None and spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0])
+    root, here = Path(spec.submodule_search_locations[0]), Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode())
+    for path in sorted([*root.rglob("*.py"), *here.glob("*.py"), here.parent / "ops.py"]):
+        digest.update(f"{path.parent.name}/{path.name}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def key(name: str, arrays: tuple[Array, ...], static: dict[str, Any], arch: str) -> str:
-    """The hash; raises ``TypeError`` for a static argument that isn't plain."""
+@cache
+def _text_of(code) -> str:
+    """A hash of the file that ``code`` is from; of itself, where there is none, as in a notebook."""
+    file = Path(code.co_filename)
+    return hashlib.sha256(file.read_bytes() if file.is_file() else marshal.dumps(code)).hexdigest()
+
+
+def key(function, arrays: tuple[Array, ...], static: dict[str, Any], arch: str) -> str:
+    """The hash of a ``lane.Function`` of ``arrays``; raises ``TypeError`` for a static argument that isn't plain."""
     for argument, value in static.items():
-        if not isinstance(value, str | int | float | bool | None):
-            raise TypeError(f"{name}: {argument}: expected text, a number, a bool or None, got {type(value).__name__}")
+        if not isinstance(value, str | int | float | bool):
+            raise TypeError(
+                f"{function.name}: {argument}: expected text, a number or a bool, got {type(value).__name__}"
+            )
+    code = function.make.__code__
+    jax = sys.modules.get("jax")
     what = dict(
         format=FORMAT,
-        name=name,
+        name=function.name,
+        make=[function.make.__qualname__, code.co_firstlineno, _text_of(code)],
+        takes=[function.arrays, function.written, function.results],
         arrays=[str(x) for x in arrays],
-        static={k: repr(v) for k, v in sorted(static.items())},
+        static=plain(static),
         arch=arch,
         sources=sources(),
+        flags=os.environ.get("XLA_FLAGS", ""),
+        precision=jax and jax.config.jax_default_matmul_precision,
     )
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def plain(static: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Static arguments so that they can be told apart: True, 1 and 1.0 are equal, and so are 0.0 and -0.0."""
+    return tuple((name, repr(value)) for name, value in sorted(static.items()))
 
 
 def path_of(name: str, hashed: str) -> Path:
@@ -68,13 +91,13 @@ def path_of(name: str, hashed: str) -> Path:
 def get(name: str, hashed: str) -> Program | None:
     """What is kept, if it was made by the versions that are installed, as far as they are.
 
-    Raises ``ValueError``, which names the file, for one that isn't a program.
+    Raises ``ValueError``, which names the file, for one that isn't a program, and ``OSError`` for one that can't be
+    read.
     """
     path = path_of(name, hashed)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return None
+    data = path.read_bytes()
     try:
         program = Program.from_bytes(data)
     except ValueError as e:
@@ -93,9 +116,12 @@ def put(name: str, hashed: str, program: Program) -> Path:
     """Keeps ``program``; a reader sees all of it or nothing."""
     path = path_of(name, hashed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
-        scratch.write(program.to_bytes())
-    Path(scratch.name).replace(path)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        scratch.write_bytes(program.to_bytes())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
     return path
 
 
@@ -114,7 +140,7 @@ def kept(arch: str | None = None) -> list[Program]:
     for path in sorted(folder().glob(f"*{SUFFIX}")):
         try:
             program = Program.from_bytes(path.read_bytes())
-        except ValueError as e:
+        except (ValueError, OSError) as e:
             logger.warning("jax_mla: %s: %s", path, e)
             continue
         if arch in (None, program.arch):

@@ -1,4 +1,7 @@
-"""Functions as operators of torch's, which ``torch.compile`` and graphs see through: ``torch.ops.jax_mla.<name>``."""
+"""Functions as operators of torch's, which ``torch.compile`` and graphs see through: ``torch.ops.jax_mla.<name>``.
+
+Their fakes, which say what results are like, ask JAX.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -27,6 +30,8 @@ def schema_of(function: Function) -> str:
         if parameter.annotation not in TYPES:
             expected = "an annotation of str, int, float or bool"
             raise TypeError(f"{function.name}: {name}: expected {expected}, got {parameter.annotation}")
+        if parameter.default is not parameter.empty:
+            raise TypeError(f"{function.name}: {name}: expected no default, got {parameter.default!r}")
         static.append(f"{TYPES[parameter.annotation]} {name}")
     star = ["*", *static] if static else []
     results = ", ".join(["Tensor"] * len(function.results))
@@ -35,7 +40,13 @@ def schema_of(function: Function) -> str:
 
 def register(function: Function, lane: Callable[..., tuple[torch.Tensor, ...]]) -> Any:
     """``torch.ops.jax_mla.<name>``, which runs ``function`` on ``lane``. It gives the results that are not written in
-    place, as torch wants operators that write. Once for each function and process."""
+    place, as torch wants operators that write.
+
+    Raises ``ValueError`` for a name that has been registered: torch would replace the operator without a word.
+    """
+    if function.name in _registered:
+        raise ValueError(f"{function.name}: expected an operator that isn't registered yet, got one that is")
+    _registered.add(function.name)
     inplace = len(function.written)
 
     def run(*tensors: torch.Tensor, **static: Any):
@@ -51,6 +62,9 @@ def register(function: Function, lane: Callable[..., tuple[torch.Tensor, ...]]) 
     return operator
 
 
+_registered: set[str] = set()
+
+
 def _as_torch(results: Sequence[torch.Tensor]):
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
@@ -59,6 +73,12 @@ def _empty(function: Function, tensors: tuple[torch.Tensor, ...], static: dict[s
     """Tensors like the results, by JAX's own rules, without computing any."""
     import jax
 
+    from jax_mla.pallas_triton import H200, lowering_for
+
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays_of(function, tensors)]
-    results = jax.tree.leaves(jax.eval_shape(function.make(**static), *shapes))
+    with lowering_for(H200):  # any card: shapes are the same on all, and JAX needn't look for one
+        results = jax.tree.leaves(jax.eval_shape(function.make(**static), *shapes))
+    for x in results:
+        if x.dtype.name not in TORCH_DTYPES:
+            raise ValueError(f"{function.name}: expected results of {sorted(TORCH_DTYPES)}, got {x.dtype.name}")
     return [torch.empty(x.shape, dtype=TORCH_DTYPES[x.dtype.name], device=tensors[0].device) for x in results]

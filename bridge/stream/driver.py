@@ -58,17 +58,22 @@ class DriverError(RuntimeError):
 
 def loaded(prefix: str, maps: Path = Path("/proc/self/maps")) -> list[str]:
     """The files in this process whose names begin with ``prefix``, each once."""
-    found = re.findall(rf"\s(/\S*/{re.escape(prefix)}\S*)$", maps.read_text(), re.MULTILINE)
+    found = re.findall(
+        rf"^(?:\S+\s+){{5}}(/.*/{re.escape(prefix)}.*?)(?: \(deleted\))?$", maps.read_text(), re.MULTILINE
+    )
     return sorted({str(Path(path).resolve()) for path in found})
 
 
 class Driver:
-    """One GPU's driver, as torch uses it. Made once for each device and kept.
+    """One GPU's driver, as torch uses it.
 
     - `interface`: ``CUDA`` or ``HIP``. - `device`: torch's.
 
     Raises ``DriverError`` unless exactly one library of that name is loaded.
     """
+
+    alignment = 256
+    """Bytes that XLA takes the address of what isn't a parameter to be a multiple of; torch allocates in 512."""
 
     def __init__(self, interface: Interface, device: torch.device, library: str | None = None):
         if library is None:
@@ -170,6 +175,7 @@ def for_device(device: torch.device) -> Driver:
     """The driver of a GPU of torch's."""
     if device.type != "cuda" or device.index is None:
         raise ValueError(f"device: expected a GPU with its number, as cuda:0, got {str(device)!r}")
+    torch.cuda.init()  # which loads the driver
     return Driver(HIP if torch.version.hip else CUDA, device)
 
 

@@ -9,10 +9,11 @@ from the tensors that it is called with, and everything else from there.
   (``launch``). Functions that compile to kernels and nothing else (``build``). It launches what XLA compiled.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,28 +43,36 @@ class Function:
     results: tuple[str, ...]
     written: tuple[str, ...] = ()
 
+    def __post_init__(self):
+        if not self.name.isidentifier():
+            raise ValueError(f"name: expected an identifier, got {self.name!r}")
+        if not inspect.isfunction(self.make):  # whose text the cache can tell from another's
+            raise TypeError(f"{self.name}: make: expected a function, got {type(self.make).__name__}")
+
     @property
     def donated(self) -> tuple[int, ...]:
         return tuple(self.arrays.index(name) for name in self.written)
 
     def program(self, arrays: tuple[Array, ...], arch: str, **static: Any) -> Program:
         """The program of arrays like ``arrays``: kept, or built and then kept."""
-        hashed = disk.key(self.name, arrays, static, arch)
+        hashed = disk.key(self, arrays, static, arch)
         program = disk.get_or(self.name, hashed, partial(self._build, arrays, arch, static))
-        wanted = self.name, arrays, (*self.donated, *[None] * len(self.results))
-        got = program.name, program.parameters, tuple(x.parameter for x in program.results)
-        if got != wanted:
-            raise ValueError(
-                f"{self.name}: expected a program of {_words(*wanted)}, got {_words(*got)}; if {self.name} is as it "
-                f"says, delete {disk.path_of(self.name, hashed)}"
-            )
+        self._check(program, arrays, f"; delete {disk.path_of(self.name, hashed)}")
         return program
 
     def _build(self, arrays: tuple[Array, ...], arch: str, static: dict[str, Any]) -> Program:
         from bridge.stream.build import build  # needs JAX
 
         logger.info("jax_mla: compiling %s for %s, %s, %s", self.name, arch, ", ".join(map(str, arrays)), static)
-        return build(self.name, self.make(**static), arrays, arch, self.donated)
+        program = build(self.name, self.make(**static), arrays, arch, self.donated)
+        self._check(program, arrays)
+        return program
+
+    def _check(self, program: Program, arrays: tuple[Array, ...], advice: str = "") -> None:
+        wanted = self.name, arrays, (*self.donated, *[None] * len(self.results))
+        got = program.name, program.parameters, tuple(x.parameter for x in program.results)
+        if got != wanted:
+            raise ValueError(f"{self.name}: expected a program of {_words(*wanted)}, got {_words(*got)}{advice}")
 
 
 def _words(name: str, arrays: tuple[Array, ...], results: tuple[int | None, ...]) -> str:
@@ -84,13 +93,27 @@ def arrays_of(function: Function, tensors: tuple[torch.Tensor, ...]) -> tuple[Ar
 class Jit:
     """The jit lane."""
 
+    def __init__(self):
+        self._functions: dict[tuple, Callable] = {}
+
+    def _compiled(self, function: Function, static: dict[str, Any]) -> Callable:
+        import jax
+
+        which = function, disk.plain(static)
+        if which not in self._functions:
+            self._functions[which] = jax.jit(function.make(**static), donate_argnums=function.donated)
+        return self._functions[which]
+
     def __call__(self, function: Function, *tensors: torch.Tensor, **static: Any) -> tuple[torch.Tensor, ...]:
         from bridge.dlpack import to_jax, to_torch
 
         arrays_of(function, tensors)
         arrays = [to_jax(x, f"{function.name}: {n}") for x, n in zip(tensors, function.arrays, strict=True)]
-        results = _jitted(function, tuple(sorted(static.items())))(*arrays)
+        results = self._compiled(function, static)(*arrays)
         results = results if isinstance(results, tuple) else (results,)
+        if len(results) != len(function.written) + len(function.results):
+            names = ", ".join((*function.written, *function.results))
+            raise ValueError(f"{function.name}: expected it to give {names}, got {len(results)} arrays")
         given = tuple(to_torch(x, f"{function.name}: result {i}") for i, x in enumerate(results))
         inplace = [tensors[i] for i in function.donated]
         for name, was, now in zip(function.written, inplace, given, strict=False):
@@ -102,15 +125,8 @@ class Jit:
         return (*inplace, *given[len(inplace) :])
 
 
-@cache
-def _jitted(function: Function, static: tuple[tuple[str, Any], ...]):
-    import jax
-
-    return jax.jit(function.make(**dict(static)), donate_argnums=function.donated)
-
-
 class Stream:
-    """The stream lane of one GPU."""
+    """The stream lane of one GPU. Keep it as long as graphs that its calls were captured in (``Launcher``)."""
 
     def __init__(self, driver: Driver, arch: str):
         self.driver, self.arch = driver, arch
@@ -127,7 +143,7 @@ class Stream:
 
     def launcher(self, function: Function, arrays: tuple[Array, ...], **static: Any) -> Launcher:
         """What runs ``function`` on tensors like ``arrays``. Keep it where a call's few µs of looking it up count."""
-        which = (function, arrays, tuple(sorted(static.items())))
+        which = (function, arrays, disk.plain(static))
         found = self._launchers.get(which)
         if found is None:
             if self.driver.capturing():

@@ -5,6 +5,7 @@ for, waits for nothing, and can be captured in a graph, which then holds the add
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,7 +16,7 @@ from bridge.stream.driver import Driver, Kernel
 from bridge.stream.program import Array, Program
 
 ALIGNMENT = 16
-"""Bytes that XLA takes a parameter's address to be a multiple of; memory of its own it aligns to 256, as torch does."""
+"""Bytes that XLA takes a parameter's address to be a multiple of. Of other memory: ``Driver.alignment``."""
 
 REMEMBERED = 4096  # combinations of addresses; a model's layers and the allocator's blocks repeat
 
@@ -25,8 +26,9 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 class Launcher:
     """``program`` loaded on ``driver``'s device.
 
-    Calls of one launcher must follow one another on the device, as those on one stream do: they share the memory of
-    what lies between its kernels.
+    What lies between its kernels has memory of its own for each stream that it is called on. Calls on one stream follow
+    one another; so must a graph that was captured on it and calls beside that. A graph holds addresses: keep the
+    launcher as long as graphs that it was captured in.
 
     Raises ``RuntimeError`` while a graph is being captured, when nothing can be loaded, ``ValueError`` for code of
     another chip, and ``driver.DriverError``.
@@ -38,7 +40,7 @@ class Launcher:
         if driver.capturing():
             raise RuntimeError(
                 f"{program.name}: it must be loaded before a graph is captured, got a first call during the capture; "
-                "call it once, or bridge.stream.Lane.prepare, before"
+                "call it once, or bridge.stream's Stream.prepare, before"
             )
         driver.check_current(program.name)
         self.program, self._driver = program, driver
@@ -47,7 +49,7 @@ class Launcher:
         self._fresh = [i for i, result in enumerate(program.results) if result.parameter is None]
         device = driver.device
         self._constants = [torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for x in program.constants]
-        self._temporaries = [torch.empty(x, dtype=torch.uint8, device=device) for x in program.temporaries]
+        self._temporaries: dict[int, list[torch.Tensor]] = {}  # by stream
         modules = [driver.load(code, program.name) for code in program.codes]
         self._kernels: list[Kernel] = []
         self._places: dict[tuple[str, int], list[tuple]] = {}
@@ -56,12 +58,12 @@ class Launcher:
             self._kernels.append(kernel)
             for i, p in enumerate(launch.pointers):
                 self._places.setdefault((p.role, p.number), []).append((kernel.addresses, i, p.offset))
-        for role, tensors in (("constant", self._constants), ("temporary", self._temporaries)):
-            for number, tensor in enumerate(tensors):
-                self._point((role, number), tensor.data_ptr())
+        for number, tensor in enumerate(self._constants):
+            self._point(("constant", number), tensor.data_ptr())
         buffers = [("parameter", i) for i in range(len(program.parameters))] + [("output", i) for i in self._fresh]
         self._call_places = [self._places.get(buffer, []) for buffer in buffers]
-        self._last: tuple[int, ...] = ()
+        self._last: tuple[int, ...] | None = None  # the stream and the addresses that kernels point to
+        self._lock = threading.Lock()  # from pointing to the last launch: the driver's calls let other threads run
         self._apart: set[tuple[int, ...]] = set()  # addresses that were found not to overlap
 
     def _point(self, buffer: tuple[str, int], address: int) -> None:
@@ -75,7 +77,8 @@ class Launcher:
         - `out`: memory for those results that are not written into a parameter, in order; allocated by torch if None.
 
         Raises ``ValueError``, before anything is launched, for a tensor of another shape, dtype or device, one that is
-        not contiguous or not aligned to 16 bytes, and for results that would lie in a parameter or in one another.
+        not contiguous, not aligned (``ALIGNMENT``, ``Driver.alignment``), in autograd or of too small a storage, and
+        for results that would lie in a parameter or in one another.
         """
         addresses, results = self._look_at(tensors, out)
         self._launch(addresses)
@@ -110,6 +113,7 @@ class Launcher:
             taken.append(self._address(x, torch.Size(array.shape), TORCH_DTYPES[array.dtype], i, "result"))
         addresses = (*given, *taken)
         if addresses not in self._apart:
+            self._refuse_short(tensors, out)
             self._refuse_overlaps(given, taken)
             if len(self._apart) == REMEMBERED:
                 self._apart.clear()
@@ -120,14 +124,27 @@ class Launcher:
     def _launch(self, addresses: tuple[int, ...]) -> None:
         driver = self._driver
         driver.check_current(self.program.name)
-        if addresses != self._last:
-            for address, places in zip(addresses, self._call_places, strict=True):
-                for array, i, offset in places:
-                    array[i] = address + offset
-            self._last = addresses
-        stream = ctypes.c_void_p(driver.stream())
-        for kernel in self._kernels:
-            kernel.launch(stream)
+        stream = driver.stream()
+        with self._lock:
+            if (stream, *addresses) != self._last:
+                self._last = None
+                for number, tensor in enumerate(self._temporaries_on(stream)):
+                    self._point(("temporary", number), tensor.data_ptr())
+                for address, places in zip(addresses, self._call_places, strict=True):
+                    for array, i, offset in places:
+                        array[i] = address + offset
+                self._last = stream, *addresses
+            on = ctypes.c_void_p(stream)
+            for kernel in self._kernels:
+                kernel.launch(on)
+
+    def _temporaries_on(self, stream: int) -> list[torch.Tensor]:
+        found = self._temporaries.get(stream)
+        if found is None:
+            device = self._driver.device
+            found = [torch.empty(x, dtype=torch.uint8, device=device) for x in self.program.temporaries]
+            self._temporaries[stream] = found
+        return found
 
     def _allocate(self, array: Array) -> torch.Tensor:
         return torch.empty(array.shape, dtype=TORCH_DTYPES[array.dtype], device=self._driver.device)
@@ -139,24 +156,41 @@ class Launcher:
             and tensor.shape == shape
             and tensor.device == self._driver.device
             and tensor.is_contiguous()
+            and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
         ):
             address = tensor.data_ptr()
-            if address % ALIGNMENT == 0:
+            if address and address % (ALIGNMENT if role == "parameter" else self._driver.alignment) == 0:
                 return address
         self._refuse(tensor, shape, dtype, number, role)
         raise AssertionError
 
     def _refuse(self, tensor, shape, dtype, number: int, role: str):
         name, device = f"{self.program.name}: {role} {number}", self._driver.device
-        expected = f"{dtype} {tuple(shape)} on {device}, contiguous and aligned to {ALIGNMENT} bytes"
+        alignment = ALIGNMENT if role == "parameter" else self._driver.alignment
+        expected = f"{dtype} {tuple(shape)} on {device}, contiguous and aligned to {alignment} bytes, outside autograd"
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: expected {expected}, got a {type(tensor).__name__}")
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
         if not tensor.is_contiguous():
             got += f" with strides {tensor.stride()}"
-        elif tensor.data_ptr() % ALIGNMENT:
+        elif tensor.requires_grad:
+            got += " that requires grad: call .detach()"
+        elif tensor.is_neg() or tensor.is_conj():
+            got += " with its negative or conjugate bit set: call .resolve_neg() or .resolve_conj()"
+        elif tensor.device == device:
             got += f" at {tensor.data_ptr():#x}"
         raise ValueError(f"{name}: expected {expected}, got {got}")
+
+    def _refuse_short(self, tensors, out) -> None:
+        """Raises for a tensor whose storage ends before it does, as after ``resize_``."""
+        for role, numbers, given in (("parameter", range(len(tensors)), tensors), ("result", self._fresh, out)):
+            for number, x in zip(numbers, given, strict=True):
+                needed = x.storage_offset() * x.element_size() + x.nbytes
+                if x.untyped_storage().nbytes() < needed:
+                    raise ValueError(
+                        f"{self.program.name}: {role} {number}: expected a storage of {needed} bytes, "
+                        f"got {x.untyped_storage().nbytes()}"
+                    )
 
     def _refuse_overlaps(self, given: list[int], taken: list[int]) -> None:
         """Raises where a result would be written over something that a kernel may still read."""

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -27,6 +28,10 @@ BYTES = {
     "float32": 4,
 }
 """Bytes of an element, by JAX's name of its dtype: what may cross (``bridge.dtypes``)."""
+
+
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, KeyError, TypeError, ValueError)
+"""What reading a damaged file raises."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Program:
     - `codes`: ELF files: cubins or HSA code objects. - `constants`: what they hold. - `temporaries`: their bytes.
 
     Raises ``ValueError`` for a pointer to a buffer that there is none of, or past its end, and for a result that no
-    launch has a pointer to.
+    launch has a pointer to, and so nothing writes.
     """
 
     name: str
@@ -115,13 +120,13 @@ class Program:
                 raise ValueError(f"{self.name}: kernel {launch.kernel!r} is in code {launch.code} of {len(self.codes)}")
             for i, p in enumerate(launch.pointers):
                 there = sizes.get(p.role, [])
-                if not (0 <= p.number < len(there) and 0 <= p.offset and p.offset + p.size <= there[p.number]):
+                if not (0 <= p.number < len(there) and 0 <= p.offset <= p.offset + p.size <= there[p.number]):
                     raise ValueError(f"{self.name}: kernel {launch.kernel!r}, argument {i}: there is no {p}")
                 reached.add((p.role, p.number))
         for i, result in enumerate(self.results):
             at = ("output", i) if result.parameter is None else ("parameter", result.parameter)
             if at not in reached:
-                raise ValueError(f"{self.name}: expected a launch that writes result {i}, found none")
+                raise ValueError(f"{self.name}: expected a launch with a pointer to result {i}, found none")
             if result.parameter is not None and self.parameters[result.parameter] != result.array:
                 raise ValueError(
                     f"{self.name}: result {i} is {result.array}, written over a {self.parameters[result.parameter]}"
@@ -162,7 +167,7 @@ class Program:
                 constants=constants,
                 temporaries=tuple(head["temporaries"]),
             )
-        except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as e:
+        except DAMAGE as e:
             raise ValueError(f"program: expected a file of format {FORMAT}, got {len(data)} bytes: {e}") from e
 
 

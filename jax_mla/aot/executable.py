@@ -239,6 +239,9 @@ def _kernel(thunk, allocations, outputs) -> Kernel:
         raise ValueError(
             f"executable: expected kernel {kernel.name!r} to take {loader.arity} arguments, got {len(thunk.args)}"
         )
+    clusters = kernel.clusters.dim
+    if (clusters.x, clusters.y, clusters.z) not in ((0, 0, 0), (1, 1, 1)):
+        raise ValueError(f"executable: expected kernel {kernel.name!r} without clusters, got {str(clusters).split()}")
     packed = [[(r.kind, r.argument) for r in a.relocations] for a in loader.packing.arguments]
     if packed and packed != [[(1, i)] for i in range(loader.arity)]:
         raise ValueError(f"executable: expected kernel {kernel.name!r} to take one pointer a buffer, got {packed}")

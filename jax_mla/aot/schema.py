@@ -37,7 +37,9 @@ FIELDS = {
     "CustomKernelThunk": "1 ShapedSlice* args, 2 bool* written, 3 CustomKernel kernel, 5 int64* zeroed",
     "ShapedSlice": "1 Slice slice",
     "Slice": "1 int64 offset, 2 int64 size, 3 int64 allocation",
-    "CustomKernel": "1 string name, 2 Loader loader, 3 Blocks blocks, 4 Threads threads, 6 int64 shared_bytes",
+    "CustomKernel": (
+        "1 string name, 2 Loader loader, 3 Blocks blocks, 4 Threads threads, 5 Clusters clusters, 6 int64 shared_bytes"
+    ),
     "Loader": "2 Binary binary, 3 int32 arity, 4 string name, 5 Packing packing",
     "Packing": "1 PackedArgument* arguments",
     "PackedArgument": "1 Relocation* relocations, 2 bytes data",
@@ -45,6 +47,7 @@ FIELDS = {
     "Binary": "1 bytes data",
     "Blocks": "2 Dim3D dim",
     "Threads": "1 Dim3D dim",
+    "Clusters": "3 Dim3D dim",
     "Dim3D": "1 int64 x, 2 int64 y, 3 int64 z",
 }
 """Message → its fields, each "number type name"; ``*`` marks a repeated one."""

@@ -26,10 +26,12 @@ def library(folder: Path) -> Path:
 
 
 class FakeDriver(Driver):
-    """On CPU tensors. `is_capturing` and `current` are what a test sets."""
+    """On CPU tensors. `is_capturing`, `current` and `on` are what a test sets."""
 
+    alignment = 64  # as torch allocates on a CPU
     is_capturing = False
     current = True
+    on = STREAM
 
     def __init__(self, interface: Interface, path: Path):
         super().__init__(interface, torch.device("cpu"), str(path))
@@ -38,7 +40,7 @@ class FakeDriver(Driver):
         self.fake.fake_reset()
 
     def stream(self) -> int:
-        return STREAM
+        return self.on
 
     def capturing(self) -> bool:
         return self.is_capturing

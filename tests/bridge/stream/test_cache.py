@@ -1,37 +1,62 @@
 """What is kept on disk, and when it counts."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 
-from bridge.stream import cache
+from bridge.stream import Function, cache
 from bridge.stream.program import Array
-from tests.bridge.stream import fake
 from tests.bridge.stream.fake import program
 
 ARRAYS = (Array((4, 8), "float32"),)
 
 
-def key(name="f", arrays=ARRAYS, static=None, arch="sm_90"):
-    return cache.key(name, arrays, dict(k=2048, layout="bf16") if static is None else static, arch)
+def make(**static):
+    raise AssertionError("nothing is to be compiled")
+
+
+def other_make(**static):
+    raise AssertionError("nothing is to be compiled")
+
+
+F = Function("f", make, ("x",), ("y",))
+
+
+def key(function=F, arrays=ARRAYS, static=None, arch="sm_90"):
+    return cache.key(function, arrays, dict(k=2048, layout="bf16") if static is None else static, arch)
 
 
 def test_a_key_is_of_everything_that_decides(monkeypatch):
     keys = {
         key(),
-        key(name="g"),
+        key(replace(F, name="g")),
+        key(replace(F, make=other_make)),
+        key(replace(F, make=lambda **static: lambda x: x)),
+        key(replace(F, results=("z",))),
+        key(replace(F, results=(), written=("x",))),
         key(arrays=(Array((4, 9), "float32"),)),
         key(arrays=(Array((4, 8), "bfloat16"),)),
         key(static=dict(k=2048, layout="fp8_656")),
         key(static=dict(k=2048.0, layout="bf16")),
         key(static=dict(k=2048)),
+        key(static=dict(k=True)),
+        key(static=dict(k=1)),
+        key(static=dict(k=0.0)),
+        key(static=dict(k=-0.0)),
         key(arch="gfx942"),
     }
-    assert len(keys) == 8 and key() in keys
+    assert len(keys) == 16
     assert key(static=dict(layout="bf16", k=2048)) == key()
+    with jax.default_matmul_precision("highest"):
+        assert key() not in keys
+    monkeypatch.setenv("XLA_FLAGS", "--xla_something=true")
+    assert key() not in keys
+    monkeypatch.undo()
     monkeypatch.setattr(cache, "sources", lambda: "other sources")
     assert key() not in keys
 
@@ -43,7 +68,7 @@ def test_sources_are_those_of_jax_mla():
 
 
 def test_static_arguments_are_plain():
-    with pytest.raises(TypeError, match="f: layout: expected text, a number, a bool or None, got object"):
+    with pytest.raises(TypeError, match="f: layout: expected text, a number or a bool, got object"):
         key(static=dict(layout=object()))
 
 
@@ -58,6 +83,7 @@ def test_what_was_built_once_is_not_built_again(cache_folder):
     for _ in range(2):
         assert cache.get_or("f", key(), build) == program()
     assert built == [1] and [x.name for x in cache_folder.iterdir()] == [f"f-{key()}.program"]
+    assert list(map(str, cache_folder.glob(".*"))) == []
     assert cache.kept() == [program()] and cache.kept("gfx942") == []
 
 
@@ -84,27 +110,42 @@ WITHOUT_JAX = """
 import sys
 sys.modules["jax"] = sys.modules["jaxlib"] = None  # importing either is an ImportError
 import torch
-from bridge.stream import cache
-from bridge.stream.launch import Launcher
-from bridge.stream.lane import Function, Stream
+from bridge.stream import Function, cache
 from bridge.stream.driver import CUDA
-from bridge.stream.program import Array
-from tests.bridge.stream.fake import ARCH, FakeDriver
+from bridge.stream.lane import Function, Stream
+from tests.bridge.stream.fake import ARCH, FakeDriver, program
 def make(**static):
     raise AssertionError("nothing is to be compiled")
-driver = FakeDriver(CUDA, sys.argv[1])
-stream = Stream(driver, ARCH)
 f = Function("example", make, ("x", "pool"), ("copied",), ("pool",))
-pool, copied = stream(f, torch.arange(64, dtype=torch.uint8), torch.zeros(4, 8), k=3)
+if sys.argv[2] == "put":
+    cache.put("example", cache.key(f, program().parameters, dict(k=3), ARCH), program())
+driver = FakeDriver(CUDA, sys.argv[1])
+pool, copied = Stream(driver, ARCH)(f, torch.arange(64, dtype=torch.uint8), torch.zeros(4, 8), k=3)
 print(copied[:48].tolist() == list(range(48)), [x[0] for x in driver.launches()])
 """
 
 
 def test_what_is_kept_runs_in_a_process_without_jax(fake_library):
-    arrays = tuple(program().parameters)
-    cache.put("example", cache.key("example", arrays, dict(k=3), fake.ARCH), program())
-    done = subprocess.run([sys.executable, "-c", WITHOUT_JAX, str(fake_library)], capture_output=True, text=True)
-    assert done.stdout.strip() == "True ['copy_4', 'fill_2']", done.stderr
+    for how in ("put", "get"):
+        command = [sys.executable, "-c", WITHOUT_JAX, str(fake_library), how]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout.strip() == "True ['copy_4', 'fill_2']", done.stderr
+
+
+def test_what_is_kept_is_anyone_s_to_read_and_nothing_else_stays(cache_folder, monkeypatch):
+    path = cache.put("f", key(), program())
+    mask = os.umask(0)
+    os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+    def full(self, data):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        cache.put("g", key(), program())
+    assert list(cache_folder.iterdir()) == [path]
 
 
 def test_a_program_s_head_is_json_that_a_person_can_read(cache_folder):

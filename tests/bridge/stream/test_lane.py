@@ -28,9 +28,39 @@ def test_the_jit_lane_is_the_function():
 
 def test_the_jit_lane_compiles_once():
     COMPILED.clear()
+    jit = Jit()
     for _ in range(3):
-        Jit()(AFFINE, X, Y, factor=7.0)
+        jit(AFFINE, X, Y, factor=7.0)
     assert COMPILED == [7.0]
+
+
+def reciprocal(*, k: float):
+    return lambda x: 0 * x + 1 / jnp.float32(k)
+
+
+def test_equal_static_arguments_that_differ_are_told_apart(driver):
+    function, jit, stream = Function("reciprocal", reciprocal, ("x",), ("y",)), Jit(), Stream(driver, ARCH)
+    (plus,), (minus,) = jit(function, X, k=0.0), jit(function, X, k=-0.0)
+    assert torch.all(plus == torch.inf) and torch.all(minus == -torch.inf)
+    arrays = ARRAYS[:1]
+    launchers = {id(stream.launcher(function, arrays, k=k)) for k in (1.0, True, 1, 1.0)}
+    assert len(launchers) == 3
+
+
+def test_what_a_function_is_not():
+    with pytest.raises(ValueError, match="name: expected an identifier, got '../f'"):
+        Function("../f", make, ("x",), ("y",))
+    with pytest.raises(TypeError, match="f: make: expected a function, got int"):
+        Function("f", 3, ("x",), ("y",))  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("lane", ["jit", "stream"])
+def test_another_number_of_results_is_refused_and_not_kept(driver, lane, cache_folder):
+    wrong = Function("wrong", make, ("x", "y"), ("only",))
+    run = Jit() if lane == "jit" else Stream(driver, ARCH)
+    with pytest.raises(ValueError, match="wrong: expected (it to give only, got 2 arrays|a program of .*)"):
+        run(wrong, X, Y, factor=3.0)
+    assert not cache_folder.exists()
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
@@ -79,6 +109,6 @@ def test_bad_calls_are_refused_by_name(driver, lane):
 
 def test_a_program_of_another_function_is_refused(driver):
     """As a file under the wrong name would be."""
-    cache.put("affine", cache.key("affine", ARRAYS, dict(factor=3.0), ARCH), program())
+    cache.put("affine", cache.key(AFFINE, ARRAYS, dict(factor=3.0), ARCH), program())
     with pytest.raises(ValueError, match="affine: expected a program of float32"):
         Stream(driver, ARCH)(AFFINE, X, Y, factor=3.0)

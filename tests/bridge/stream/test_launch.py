@@ -1,5 +1,6 @@
 """What reaches the driver, CUDA's and HIP's: recorded by one that is none."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from bridge.stream.driver import CUDA, HIP, Driver, DriverError, loaded
 from bridge.stream.launch import Launcher
+from bridge.stream.program import Array, Launch, Result
 from tests.bridge.stream import fake
 from tests.bridge.stream.fake import ARCH, ELF, STREAM, program
 
@@ -81,9 +83,15 @@ def bad_tensors():
     strided = torch.zeros(8, 4).t()
     yield "strides", (good[0], strided), r"parameter 1.*with strides \(1, 4\)"
     shifted = torch.zeros(65, dtype=torch.uint8)[1:]
-    yield "alignment", (shifted, good[1]), "parameter 0: .*aligned to 16 bytes, got .* at 0x"
+    yield "alignment", (shifted, good[1]), "parameter 0: .*aligned to 16 bytes, .* at 0x"
     yield "number", good[:1], "expected 2 tensors, got 1"
     yield "type", (good[0], [1.0]), "parameter 1: expected .*got a list"
+    yield "negative", (good[0], torch._neg_view(torch.zeros(4, 8))), "parameter 1: .*negative"
+    yield "gradient", (good[0], torch.zeros(4, 8, requires_grad=True)), "parameter 1: .*requires grad"
+    yield "nowhere", (good[0], torch._efficientzerotensor((4, 8))), "parameter 1: .* at 0x0"
+    short = torch.zeros(64, dtype=torch.uint8)
+    short.untyped_storage().resize_(32)
+    yield "too small", (short, good[1]), "parameter 0: expected a storage of 64 bytes, got 32"
     memory = torch.zeros(128, dtype=torch.uint8)
     yield "in place over another", (memory[:64], memory.view(torch.float32).view(4, 8)), "parameter 1 is written"
 
@@ -105,6 +113,7 @@ def test_results_that_do_not_fit_are_refused(driver, tensors):
         ([torch.zeros(63, dtype=torch.uint8)], r"result 1: expected torch.uint8 \(64,\)"),
         ([torch.zeros(128, dtype=torch.uint8)[::2]], "result 1: .*strides"),
         ([], "out to be 1 tensors, got 0"),
+        ([memory[16:80]], "result 1: .*aligned to 64 bytes.* at 0x"),
         ([tensors[0]], "result 1: expected memory of its own, got some of parameter 0's"),
         (
             [tensors[1].view(torch.uint8).flatten()[64:]],
@@ -121,7 +130,7 @@ def test_results_that_do_not_fit_are_refused(driver, tensors):
     launcher = Launcher(two, driver, ARCH)
     driver.log()
     with pytest.raises(ValueError, match="result 1: expected memory of its own, got some of result 2's"):
-        launcher(*tensors, out=[memory[:64], memory[32:96]])
+        launcher(*tensors, out=[memory[:64], memory[:64]])
     assert driver.launches() == []
 
 
@@ -168,11 +177,59 @@ def test_another_current_device_is_refused(driver, tensors):
     assert driver.launches() == []
 
 
+def test_each_stream_has_temporaries_of_its_own(driver, tensors, out):
+    launcher = Launcher(program(), driver, ARCH)
+    seen = {}
+    for stream in (1, 2, 1, 2):
+        driver.on = stream
+        launcher(*tensors, out=out)
+        (_, how, addresses), (_, _, addresses_2) = driver.launches()
+        assert how[-1] == stream and addresses_2[0] == addresses[2] - 256
+        assert seen.setdefault(stream, addresses_2[0]) == addresses_2[0]
+    assert len(set(seen.values())) == 2
+
+
+def test_what_was_interrupted_while_pointing_is_pointed_anew(driver, tensors, out, monkeypatch):
+    launcher = Launcher(program(), driver, ARCH)
+    launcher(*tensors, out=out)
+    other = tensors[0].clone(), tensors[1].clone()
+    with monkeypatch.context() as patch:
+        places = launcher._call_places
+        patch.setattr(launcher, "_call_places", [*places[:1], [(None, 0, 0)], *places[2:]])
+        with pytest.raises(TypeError):
+            launcher(*other, out=out)
+    driver.log()
+    launcher(*tensors, out=out)
+    (_, _, addresses), _ = driver.launches()
+    assert addresses[0] == tensors[0].data_ptr()
+
+
+def test_threads_take_turns(driver):
+    """One call's kernels all get that call's addresses, though another thread runs while the driver works."""
+    size = 1 << 22
+    array = Array((size,), "uint8")
+    copy = Launch(
+        "copy_2", 0, (size, 1, 1), (1, 1, 1), 0, (fake.pointer("parameter", 0, size), fake.pointer("output", 0, size))
+    )
+    fill = Launch("fill_1", 0, (8, 1, 1), (1, 1, 1), 0, (fake.pointer("output", 0, size),))
+    both = program(parameters=(array,), results=(Result(array),), launches=(copy, fill), constants=(), temporaries=())
+    launcher = Launcher(both, driver, ARCH)
+
+    def calls(value: int) -> bool:
+        x = torch.full((size,), value, dtype=torch.uint8)
+        return all(
+            torch.equal(launcher(x)[0][:16], torch.tensor([7] * 8 + [value] * 8, dtype=torch.uint8)) for _ in range(40)
+        )
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(calls, (1, 2, 3)))
+
+
 MAPS = """\
 7f00 r-xp 00000000 08:01 1  {folder}/a/libamdhip64.so.7
 7f01 r--p 00000000 08:01 1  {folder}/a/libamdhip64.so.7
 7f02 r-xp 00000000 08:01 2  {folder}/b/libamdhip64.so.6
-7f03 r-xp 00000000 08:01 3  {folder}/libcuda.so.1
+7f03 r-xp 00000000 08:01 3  {folder}/with space/libcuda.so.1 (deleted)
 7f04 rw-p 00000000 00:00 0  [stack]
 """
 
@@ -180,7 +237,7 @@ MAPS = """\
 def test_drivers_are_found_among_what_is_loaded(tmp_path):
     maps = tmp_path / "maps"
     maps.write_text(MAPS.format(folder=tmp_path))
-    assert loaded("libcuda.so", maps) == [f"{tmp_path}/libcuda.so.1"]
+    assert loaded("libcuda.so", maps) == [f"{tmp_path}/with space/libcuda.so.1"]
     assert loaded("libamdhip64.so", maps) == [f"{tmp_path}/a/libamdhip64.so.7", f"{tmp_path}/b/libamdhip64.so.6"]
     assert loaded("libnothing", maps) == []
 

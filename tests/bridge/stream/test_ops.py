@@ -121,3 +121,19 @@ def test_the_jit_lane_is_the_op():
     (chosen,) = Jit()(function, numbers, counts, **static)
     expected = select(jnp.asarray(numbers), jnp.asarray(counts), 2048, implementation="xla")
     np.testing.assert_array_equal(chosen, expected)
+
+
+def test_operators_are_registered_once(driver):
+    function = Function(f"once_{driver.interface.library[3:7]}", _rest(ops.SELECT)[0], *_rest(ops.SELECT)[1:])
+    register(function, Stream(driver, ARCH))
+    with pytest.raises(ValueError, match=f"{function.name}: expected an operator that isn't registered yet"):
+        register(function, Stream(driver, ARCH))
+
+
+def with_default(*, k: int = 3):
+    return lambda x: x
+
+
+def test_static_arguments_have_no_defaults():
+    with pytest.raises(TypeError, match="f: k: expected no default, got 3"):
+        schema_of(Function("f", with_default, ("x",), ("y",)))

@@ -14,7 +14,7 @@ from bridge.stream.launch import Launcher
 from bridge.stream.program import Array, Launch, Program, Result
 from jax_mla import IndexLayout, kv_layout
 from jax_mla.aot.chips import CHIPS
-from tests.bridge.stream.fake import pointer, program
+from tests.bridge.stream.fake import STREAM, pointer, program
 
 CHIPS_BY_NAME = pytest.mark.parametrize("arch", list(CHIPS))
 
@@ -31,6 +31,16 @@ def test_a_file_holds_all_of_it():
 def test_other_files_are_refused(data):
     with pytest.raises(ValueError, match="program: expected a file of format 1, got"):
         Program.from_bytes(data)
+
+
+def test_a_file_with_any_byte_changed_is_refused_or_the_same():
+    data = program().to_bytes()
+    for i in range(0, len(data), 7):
+        changed = data[:i] + bytes([data[i] ^ 0xFF]) + data[i + 1 :]
+        try:
+            assert Program.from_bytes(changed) == program()
+        except ValueError as e:
+            assert "expected a file of format 1" in str(e)
 
 
 def test_a_file_of_another_format_is_refused(monkeypatch):
@@ -51,7 +61,8 @@ def test_a_file_of_another_format_is_refused(monkeypatch):
         (pointer("temporary", 1, 8), "argument 0: there is no Pointer"),
         (pointer("constant", 0, 5), "argument 0: there is no Pointer"),
         (pointer("elsewhere", 0, 5), "argument 0: there is no Pointer"),
-        (pointer("parameter", 0, 8), "expected a launch that writes result 0"),
+        (pointer("parameter", 0, -8, offset=70), "argument 0: there is no Pointer"),
+        (pointer("parameter", 0, 8), "expected a launch with a pointer to result 0"),
     ],
     ids=str,
 )
@@ -171,7 +182,7 @@ def test_xla_s_launches_reach_the_driver(driver):
     ]
     driver.log()
     out, lse = launcher(*tensors)
-    known = [*tensors, out, lse, *launcher._temporaries, *launcher._constants]
+    known = [*tensors, out, lse, *launcher._temporaries_on(STREAM), *launcher._constants]
     (first, how, addresses), (second, _, merged) = driver.launches()
     assert (first, second) == ("sparse_mla_fp8_576", "sparse_mla_merge")
     assert tuple(how[:3]) == built.launches[0].grid and how[6] == built.launches[0].shared_bytes
