@@ -75,12 +75,13 @@ def _search(key, n, k, most):
     """
 
     def unfinished(state):
-        low, high, reaching, _, _, _, _ = state
+        low, high, reaching, _, _, _ = state
         return (low < high) & (reaching > most)
 
     def narrow(state):
-        # `reaching` keys >= low, `above` keys > high; above < k <= reaching
-        low, high, reaching, above, weight_low, weight_high, probes = state
+        # `reaching` keys >= low, `above` keys > high; above < k <= reaching; `streak`: how often in a row low (> 0) or
+        # high (< 0) was moved
+        low, high, reaching, above, streak, probes = state
         # How many are larger is drawn as a straight line from end to end, and its logarithm, which is one for the tail
         # of an exponential, in turn. An end that stays where it is a second time counts half, or the line would hang on
         # it (Illinois). Every sixth probe halves the bracket, from the twelfth on every second, whatever the keys are.
@@ -90,9 +91,12 @@ def _search(key, n, k, most):
         def height(count):
             return jnp.where(linear, count, jnp.log2(count + 0.5))
 
+        def halved(times):
+            return lax.bitcast_convert_type((127 - jnp.maximum(times, 0)) << 23, jnp.float32)
+
         r, a, wanted = (x.astype(jnp.float32) for x in (reaching, above, k))
-        at_low = (height(r) - height(wanted)) * jnp.minimum(weight_low, 1.0)
-        at_high = (height(wanted) - height(a)) * jnp.minimum(weight_high, 1.0)
+        at_low = (height(r) - height(wanted)) * halved(-streak - 1)
+        at_high = (height(wanted) - height(a)) * halved(streak - 1)
         value = _value(low) + (_value(high) - _value(low)) * jnp.clip(at_low / (at_low + at_high), 0.02, 0.98)
         by_value = (value == value) & ~halve
         bits = lax.bitcast_convert_type(value, jnp.int32)
@@ -105,14 +109,13 @@ def _search(key, n, k, most):
             jnp.where(enough, high, probe),
             jnp.where(enough, larger, reaching),
             jnp.where(enough, above, larger),
-            jnp.where(enough, 2.0, 0.5 * weight_low),
-            jnp.where(enough, 0.5 * weight_high, 2.0),
+            jnp.where(enough, jnp.maximum(streak, 0) + 1, jnp.minimum(streak, 0) - 1),
             probes + 1,
         )
 
     lowest = jnp.maximum(_over_all(jnp.min, key), NAN)
-    start = lowest, _over_all(jnp.max, key), n, jnp.int32(0), jnp.float32(2), jnp.float32(2), jnp.int32(0)
-    low, _, reaching, above, _, _, _ = lax.while_loop(unfinished, narrow, start)
+    start = lowest, _over_all(jnp.max, key), n, jnp.int32(0), jnp.int32(0), jnp.int32(0)
+    low, _, reaching, above, _, _ = lax.while_loop(unfinished, narrow, start)
     return low, above, reaching <= most
 
 
