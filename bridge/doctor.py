@@ -9,6 +9,7 @@ import json as json_module
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -250,9 +251,7 @@ def programs() -> Iterator[Finding]:
     from bridge.stream import cache, driver
 
     arch = driver.arch_of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
-    counts: dict[str, int] = {}
-    for program in cache.kept(arch):
-        counts[f"{program.arch} {program.name}"] = counts.get(f"{program.arch} {program.name}", 0) + 1
+    counts = Counter(f"{program.arch} {program.name}" for program in cache.kept(arch))
     held = ", ".join(f"{name} ({n})" for name, n in counts.items()) or f"none{f' for {arch}' if arch else ''}"
     yield Finding("programs", "ok", f"{held}, in {cache.folder()}")
 

@@ -7,7 +7,6 @@ looking up needs neither JAX nor a compiler, and a folder that was filled elsewh
 """
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -20,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bridge.doctor import installed
 from bridge.stream.program import FORMAT, Array, Program
 
 logger = logging.getLogger("jax_mla")
@@ -146,10 +146,3 @@ def kept(arch: str | None = None) -> list[Program]:
         if arch in (None, program.arch):
             programs.append(program)
     return programs
-
-
-def installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -13,7 +13,7 @@ import torch
 
 from bridge.dtypes import DTYPES
 from bridge.stream.driver import Driver, Kernel
-from bridge.stream.program import Array, Program
+from bridge.stream.program import Program
 
 ALIGNMENT = 16
 """Bytes that XLA takes a parameter's address to be a multiple of. Of other memory: ``Driver.alignment``."""
@@ -47,6 +47,10 @@ class Launcher:
         self._dtypes = [TORCH_DTYPES[x.dtype] for x in program.parameters]
         self._shapes = [torch.Size(x.shape) for x in program.parameters]
         self._fresh = [i for i, result in enumerate(program.results) if result.parameter is None]
+        fresh = [program.results[i].array for i in self._fresh]
+        self._fresh_kinds = [
+            (i, torch.Size(x.shape), TORCH_DTYPES[x.dtype]) for i, x in zip(self._fresh, fresh, strict=True)
+        ]
         device = driver.device
         self._constants = [torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for x in program.constants]
         self._temporaries: dict[int, list[torch.Tensor]] = {}  # by stream
@@ -90,7 +94,7 @@ class Launcher:
         """A call with these tensors, which are looked at now and kept: it only launches."""
         return partial(self._again, *self._look_at(tensors, out), tensors)
 
-    def _again(self, addresses, results, kept) -> tuple[torch.Tensor, ...]:
+    def _again(self, addresses, results, _) -> tuple[torch.Tensor, ...]:
         self._launch(addresses)
         return results
 
@@ -104,13 +108,13 @@ class Launcher:
             for i, (x, shape, dtype) in enumerate(zip(tensors, self._shapes, self._dtypes, strict=True))
         ]
         if out is None:
-            out = [self._allocate(program.results[i].array) for i in self._fresh]
+            out = [torch.empty(shape, dtype=dtype, device=self._driver.device) for _, shape, dtype in self._fresh_kinds]
         elif len(out) != len(self._fresh):
             raise ValueError(f"{program.name}: expected out to be {len(self._fresh)} tensors, got {len(out)}")
-        taken = []
-        for i, x in zip(self._fresh, out, strict=True):
-            array = program.results[i].array
-            taken.append(self._address(x, torch.Size(array.shape), TORCH_DTYPES[array.dtype], i, "result"))
+        taken = [
+            self._address(x, shape, dtype, i, "result")
+            for x, (i, shape, dtype) in zip(out, self._fresh_kinds, strict=True)
+        ]
         addresses = (*given, *taken)
         if addresses not in self._apart:
             self._refuse_short(tensors, out)
@@ -145,9 +149,6 @@ class Launcher:
             found = [torch.empty(x, dtype=torch.uint8, device=device) for x in self.program.temporaries]
             self._temporaries[stream] = found
         return found
-
-    def _allocate(self, array: Array) -> torch.Tensor:
-        return torch.empty(array.shape, dtype=TORCH_DTYPES[array.dtype], device=self._driver.device)
 
     def _address(self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, number: int, role: str) -> int:
         if (

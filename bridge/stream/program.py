@@ -9,12 +9,11 @@ import math
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 FORMAT = 1
 
 Role = Literal["parameter", "output", "constant", "temporary"]
-ROLES: tuple[Role, ...] = get_args(Role)
 
 BYTES = {
     "bool": 1,

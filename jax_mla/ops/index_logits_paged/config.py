@@ -28,8 +28,7 @@ class Config:
     def of(requests: int, max_len: int, target: Target) -> "Config":
         """Memory-bound, 132 bytes a token. Swept on an H200: tiles of 64 tokens; up to 8 go through one program, but
         fewer where there would be less than 2,048 programs to share the reading; the next tile is on the way, and the
-        slots of the one after it, as far as there are so many. On AMD by
-        estimated times (``jax_mla.aot``)."""
+        slots of the one after it, as far as there are so many. On AMD by estimated times (``jax_mla.aot``)."""
         keys = min(64, block(max_len, 16))
         room = requests * cdiv(max_len, keys) // 2048
         blocks = max(b for b in (1, 2, 4, 8) if b <= max(1, room))

@@ -51,17 +51,17 @@ class Config:
             programs = rows * cdiv(heads, 16)
             splits = min(cdiv(512, programs), cdiv(selected, 128), 16) if rows <= DECODE_ROWS else 1
             return Config(splits=_filled(_power_of_two_below(splits), cdiv(selected, 32)), num_warps=2)
-        if layout.name == "bf16":
-            decode = Config(64, 64, num_warps=8, num_stages=3) if heads > 32 else Config(keys=64, num_stages=3)
-            tile = decode if heads > 32 or rows <= DECODE_ROWS else Config(num_warps=2, num_stages=3)
+        if layout.name == "bf16" and heads > 32:
+            tile = Config(64, 64, num_warps=8, num_stages=3)
+        elif layout.name == "bf16":
+            tile = Config(keys=64, num_stages=3) if rows <= DECODE_ROWS else Config(num_warps=2, num_stages=3)
         elif layout.name == "fp8_576":
             tile = Config(heads=32, num_stages=3, loads=2) if heads > 16 else Config(keys=64, num_stages=3, loads=2)
         else:
             tile = Config(keys=64, num_stages=2, loads=2)
-        programs = rows * cdiv(heads, tile.heads)
         if rows > DECODE_ROWS:
             return tile
-        blocks = cdiv(selected, tile.keys)
+        programs, blocks = rows * cdiv(heads, tile.heads), cdiv(selected, tile.keys)
         if programs * blocks <= 132:
             return replace(tile, splits=blocks, num_stages=1, loads=1)
         splits = _power_of_two_below(max(1, min(264 // programs, cdiv(selected, 128))))

@@ -9,14 +9,19 @@ import pytest
 from jax import lax
 
 import jax_mla
+from bridge.dtypes import DTYPES
 from bridge.stream.build import build
 from bridge.stream.launch import Launcher
-from bridge.stream.program import Array, Launch, Program, Result
+from bridge.stream.program import BYTES, Array, Launch, Program, Result
 from jax_mla import IndexLayout, kv_layout
 from jax_mla.aot.chips import CHIPS
 from tests.bridge.stream.fake import STREAM, pointer, program
 
 CHIPS_BY_NAME = pytest.mark.parametrize("arch", list(CHIPS))
+
+
+def test_sizes_are_those_of_torch_s_dtypes():
+    assert {name: dtype.itemsize for dtype, name in DTYPES.items()} == BYTES
 
 
 def test_a_file_holds_all_of_it():

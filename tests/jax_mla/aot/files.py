@@ -74,6 +74,7 @@ def kernel_thunk(name: str = "k", code: bytes = ELF, arguments=((0, 0, 64, False
         relocation.kind, relocation.argument = 1, i
     kernel.blocks.dim.x, kernel.blocks.dim.y, kernel.blocks.dim.z = 5, 2, 1
     kernel.threads.dim.x, kernel.threads.dim.y, kernel.threads.dim.z = 256, 1, 1
+    kernel.clusters.dim.x, kernel.clusters.dim.y, kernel.clusters.dim.z = changes.get("clusters", (1, 1, 1))
     kernel.shared_bytes = 4096
     return thunk
 

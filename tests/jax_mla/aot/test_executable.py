@@ -96,6 +96,11 @@ KERNEL = files.gpu_executable(files.kernel_thunk())
         (damaged(arity=3), "to take 3 arguments, got 2"),
         (damaged(packing=[1, 0]), "to take one pointer a buffer"),
         (damaged(packing=[0]), "to take one pointer a buffer"),
+        (damaged(clusters=(2, 1, 1)), "expected kernel 'k' without clusters"),
+        (
+            files.serialized(files.gpu_executable(files.kernel_thunk(), outputs=((1, [1]),))),
+            r"outputs 0 to 0, got \[1\]",
+        ),
     ],
 )
 def test_refusals(data, why):
