@@ -176,6 +176,21 @@ def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check
 
 
 @main.command()
+@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True, help="Replays of the captured layer.")
+@click.option("--save", is_flag=True, help="Keep this run's lines in bench/results/stream/<device>.jsonl.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write this run's lines to a file.")
+def stream(steps, save, json_file):
+    """On a GPU: every function of bridge.ops on both lanes, bitwise; a decode layer captured in a graph and replayed
+    over other batches, beside the jit lane; what the host and the device take; a process without JAX.
+
+    Exit status: 1 if the lanes differ anywhere.
+    """
+    from bench.stream import command
+
+    command.run(steps, json_file, save)
+
+
+@main.command()
 @click.argument("results_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("picture", type=click.Path(path_type=Path), callback=picture_file)
 @click.option("--shapes", type=click.Choice(SETS), help="If not given, the largest that the file has rows of.")

@@ -146,14 +146,14 @@ def path_of(device: str) -> Path:
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_rounded(asdict(row)), ensure_ascii=False) + "\n" for row in rows]
+    lines = [json.dumps(rounded(asdict(row)), ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _rounded(x):
+def rounded(x):
     """``x`` with six digits of each float in it."""
     if isinstance(x, dict):
-        return {name: _rounded(value) for name, value in x.items()}
+        return {name: rounded(value) for name, value in x.items()}
     return float(f"{x:.6g}") if isinstance(x, float) else x
 
 

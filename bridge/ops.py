@@ -68,6 +68,39 @@ def _sparse_mla(*, layout: str, fp8: str, softmax_scale: float):
     return partial(sparse_mla, layout=_kv_layout(layout, fp8), softmax_scale=softmax_scale)
 
 
+def _topk_decode(
+    *, page_size: int, preshuffle: bool, fp8: str, interleaved: bool, hadamard: bool, max_len: int, k: int
+):
+    from jax_mla import topk_decode
+
+    query = _index_query(fp8=fp8, interleaved=interleaved, hadamard=hadamard)
+    static = dict(k=k, layout=_index_layout(page_size, preshuffle, fp8), max_len=max_len, as_slots=False)
+
+    def topk(q, weights, cos_sin, positions, *seen):
+        return topk_decode(*query(q, weights, cos_sin, positions), *seen, **static)
+
+    return topk
+
+
+def _topk_prefill(*, page_size: int, preshuffle: bool, fp8: str, interleaved: bool, hadamard: bool, k: int):
+    from jax_mla import topk_prefill
+
+    query = _index_query(fp8=fp8, interleaved=interleaved, hadamard=hadamard)
+    static = dict(k=k, layout=_index_layout(page_size, preshuffle, fp8), as_slots=False)
+
+    def topk(q, weights, cos_sin, positions, *seen):
+        return topk_prefill(*query(q, weights, cos_sin, positions), *seen, **static)
+
+    return topk
+
+
+def _attend(*, layout: str, fp8: str, softmax_scale: float):
+    from jax_mla import slots_of
+
+    sparse_mla = _sparse_mla(layout=layout, fp8=fp8, softmax_scale=softmax_scale)
+    return lambda q_nope, q_rope, pool, *seen: sparse_mla(q_nope, q_rope, pool, slots_of(*seen))[0]
+
+
 KV_WRITE = Function("kv_write", _kv_write, ("pool", "slots", "k_nope", "k_rope"), (), ("pool",))
 INDEX_WRITE = Function(
     "index_write",
@@ -89,4 +122,22 @@ INDEX_LOGITS_RAGGED = Function(
 SELECT = Function("select", _select, ("logits", "lengths"), ("positions",))
 SPARSE_MLA = Function("sparse_mla", _sparse_mla, ("q_nope", "q_rope", "pool", "slots"), ("out", "lse"))
 
-FUNCTIONS = (KV_WRITE, INDEX_WRITE, INDEX_QUERY, INDEX_LOGITS_PAGED, INDEX_LOGITS_RAGGED, SELECT, SPARSE_MLA)
+# Several ops in one call, as a layer has them after its writes. Tokens are selected as positions in their request.
+TOPK_DECODE = Function(
+    "topk_decode",
+    _topk_decode,
+    ("q", "weights", "cos_sin", "positions", "pool", "token_table", "requests", "lengths"),
+    ("topk",),
+)
+TOPK_PREFILL = Function(
+    "topk_prefill",
+    _topk_prefill,
+    ("q", "weights", "cos_sin", "positions", "pool", "k_slots", "starts", "lengths"),
+    ("topk",),
+)
+ATTEND = Function("attend", _attend, ("q_nope", "q_rope", "pool", "topk", "table", "rows", "lengths"), ("out",))
+
+FUNCTIONS = (
+    *(KV_WRITE, INDEX_WRITE, INDEX_QUERY, INDEX_LOGITS_PAGED, INDEX_LOGITS_RAGGED, SELECT, SPARSE_MLA),
+    *(TOPK_DECODE, TOPK_PREFILL, ATTEND),
+)

@@ -10,9 +10,10 @@ Ops, each with a ``reference`` that says what it means, an XLA version and a Pal
 - ``kv_write``, ``kv_pack``: latents into the KV cache
 - ``sparse_mla``: attention over the selected slots
 
-and in order, for one layer: ``topk_prefill``, ``topk_decode`` (``jax_mla.attention``).
+and in order, for one layer: ``topk_prefill``, ``topk_decode``, ``slots_of`` (``jax_mla.attention``).
 """
 
+from jax_mla.attention import slots_of as slots_of
 from jax_mla.attention import topk_decode as topk_decode
 from jax_mla.attention import topk_prefill as topk_prefill
 from jax_mla.fp8 import E4M3FN as E4M3FN

@@ -132,3 +132,24 @@ def topk_decode(
     if not as_slots:
         return select(logits, seen, k, **impl)
     return select(logits, seen, k, table=token_table, table_rows=jnp.repeat(requests, next_n), **impl)
+
+
+@typed
+def slots_of(
+    positions: Int32[Array, "T k"],
+    table: Int32[Array, " S"] | Int32[Array, "R C"],
+    rows: Int32[Array, " T"],
+    lengths: Int32[Array, " T"],
+) -> Int32[Array, "T k"]:
+    """Slots of request-local ``positions``. None stays none: -1 gives -1, and so does a position that its row does not
+    see.
+
+    - `table`, `rows`: where row ``t`` finds its request's slots: ``k_slots`` and ``starts``, as in prefill, or
+      ``token_table`` and ``requests``, as in decode.
+    - `lengths`: int32 ``[T]``, tokens that each row sees.
+    """
+    at = (rows[:, None] + positions,) if table.ndim == 1 else (rows[:, None], positions)
+    there = (positions >= 0) & (positions < lengths[:, None])
+    for axis, size in zip(at, table.shape, strict=True):
+        there &= (axis >= 0) & (axis < size)
+    return jnp.where(there, table.at[at].get(mode="clip"), -1)  # one kernel: XLA checks both axes of "fill" in another
