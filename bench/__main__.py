@@ -42,6 +42,16 @@ def split_ops(_, __, value: str | None) -> tuple[str, ...]:
     return ops
 
 
+def split_parts(_, __, value: str | None) -> tuple[str, ...]:
+    from bench.stream.command import PARTS
+
+    parts = tuple(value.split(",")) if value else PARTS
+    for part in parts:
+        if part not in PARTS:
+            raise click.BadParameter(f"{part!r} is none of {', '.join(PARTS)}")
+    return parts
+
+
 def compiled(_, __, value: str | None) -> re.Pattern:
     try:
         return re.compile(value or "")
@@ -179,7 +189,8 @@ def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check
 @click.option("--steps", type=click.IntRange(1), default=1000, show_default=True, help="Replays of the captured layer.")
 @click.option("--save", is_flag=True, help="Keep this run's lines in bench/results/stream/<device>.jsonl.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write this run's lines to a file.")
-def stream(steps, save, json_file):
+@click.option("--parts", callback=split_parts, help="Comma-separated: functions, replays, layers, starts.")
+def stream(parts, steps, save, json_file):
     """On a GPU: every function of bridge.ops on both lanes, bitwise; a decode layer captured in a graph and replayed
     over other batches, beside the jit lane; what the host and the device take; a process without JAX.
 
@@ -187,7 +198,7 @@ def stream(steps, save, json_file):
     """
     from bench.stream import command
 
-    command.run(steps, json_file, save)
+    command.run(parts, steps, json_file, save)
 
 
 @main.command()

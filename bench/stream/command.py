@@ -17,7 +17,10 @@ from bench.stream.layer import Shape
 from bridge.stream import Jit, Stream
 
 
-def run(steps: int, json_file: Path | None, save: bool) -> None:
+PARTS = ("functions", "replays", "layers", "starts")
+
+
+def run(parts: tuple[str, ...], steps: int, json_file: Path | None, save: bool) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("stream: expected a GPU that torch sees, got none")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -27,20 +30,26 @@ def run(steps: int, json_file: Path | None, save: bool) -> None:
     lines: list[dict] = []
     console, progress = Console(width=None if Console().is_terminal else 160), Console(stderr=True)
 
-    def parts():
-        yield from measure.functions(stream, jit, device, fp8)
+    def replays():
         for layout in ("fp8_656", "bf16", "fp8_576"):
             for rows in (8, 1):
                 often = steps if (layout, rows) == ("fp8_656", 8) else max(steps // 10, 1)
                 shape = Shape(layout=layout, rows=rows, fp8=fp8)
                 yield measure.replays(stream, jit, device, shape, often)
-        for rows, length, context_ in ((1, 8192, 8192), (1, 131072, 131072), (64, 8192, 8192)):
-            shape = Shape(rows=rows, requests=max(rows, 16 if context_ < 1 << 17 else 1), context=context_, fp8=fp8)
-            yield measure.layers(stream, jit, device, shape, length)
-        yield from measure.starts(stream)
 
+    def layers():
+        for rows, length, requests in ((1, 8192, 16), (1, 131072, 1), (64, 8192, 64)):
+            shape = Shape(rows=rows, requests=requests, context=length, fp8=fp8)
+            yield measure.layers(stream, jit, device, shape, length)
+
+    measured = dict(
+        functions=lambda: measure.functions(stream, jit, device, fp8),
+        replays=replays,
+        layers=layers,
+        starts=measure.starts,
+    )
     start = time.monotonic()
-    for line in parts():
+    for line in (line for part in parts for line in measured[part]()):
         lines.append(context | line)
         took, start = time.monotonic() - start, time.monotonic()
         progress.print(f"{took:.1f} s: {line}", markup=False, highlight=False, soft_wrap=True)

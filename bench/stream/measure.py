@@ -77,8 +77,8 @@ def replays(stream: Stream, jit: Jit, device: torch.device, shape: Shape, steps:
     layer.fill(stream)
     layer.step(0)
     bound = layer.bind(stream)
-    eager = dict(layer.tensors) | {n: layer.tensors[n].clone() for n in ("index_pool", "kv_pool")}
     graph = capture(bound)
+    eager = dict(layer.tensors) | {n: layer.tensors[n].clone() for n in ("index_pool", "kv_pool")}
     rows = edges = padded = 0
     for number in range(steps):
         layer.step(number)
@@ -118,7 +118,8 @@ def capture(calls: list[Callable[[], Any]], times: int = 1) -> torch.cuda.CUDAGr
 
 
 def layers(stream: Stream, jit: Jit, device: torch.device, shape: Shape, length: int) -> dict:
-    """Host and device time of a layer with ``length`` tokens a row."""
+    """Host and device time of a layer with ``length`` tokens a row, beside what a launch of torch's own takes the
+    host."""
     layer = Layer(shape, device)
     layer.fill(stream)
     layer.step(0)
@@ -149,13 +150,14 @@ def layers(stream: Stream, jit: Jit, device: torch.device, shape: Shape, length:
         launches=layer.launches(stream),
         graph_gpu_us=median(took),
         graph_host_us=host_us(graph.replay, 2) / LAYERS,
+        torch_launch_us=host_us(lambda x=torch.zeros(8, device=device): x.add_(1)),
         bound_us=host_us(run_bound),
         stream_us=host_us(lambda: layer.run(stream, dict(eager))),
         jit_us=host_us(lambda: layer.run(jit, dict(eager)), 5),
     )
 
 
-def starts(stream: Stream) -> Iterator[dict]:
+def starts() -> Iterator[dict]:
     """A layer in processes of their own: one that builds its programs, where JAX is on the CPU, and two that find them
     and can't import JAX. All three give the same bytes."""
     with tempfile.TemporaryDirectory() as folder:
