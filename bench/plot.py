@@ -1,5 +1,6 @@
 """The picture of a file of measurements: how near to the roofline each row is, ours and the peers'."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _title(figure: Figure, rows: Sequence[Row], height: float) -> None:
     device, shapes = rows[0].device, rows[0].shapes
-    commits = ", ".join(sorted({str(row.commit) for row in rows}))
+    commits = ", ".join(sorted({re.sub(r"^(\w{7})\w*", r"\1", str(row.commit)) for row in rows}))
     days = sorted({row.date[:10] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     figure.text(0.012, 1 - 0.32 / height, f"jax_mla on {device}", fontsize=15, weight="bold", color=INK)

@@ -16,7 +16,6 @@ from bench.stream import measure
 from bench.stream.layer import Shape
 from bridge.stream import Jit, Stream
 
-
 PARTS = ("functions", "replays", "layers", "starts")
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -150,7 +151,7 @@ def layers(stream: Stream, jit: Jit, device: torch.device, shape: Shape, length:
         launches=layer.launches(stream),
         graph_gpu_us=median(took),
         graph_host_us=host_us(graph.replay, 2) / LAYERS,
-        torch_launch_us=host_us(lambda x=torch.zeros(8, device=device): x.add_(1)),
+        torch_launch_us=host_us(partial(torch.zeros(8, device=device).add_, 1)),
         bound_us=host_us(run_bound),
         stream_us=host_us(lambda: layer.run(stream, dict(eager))),
         jit_us=host_us(lambda: layer.run(jit, dict(eager)), 5),
