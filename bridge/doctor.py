@@ -175,6 +175,7 @@ def memory() -> Iterator[Finding]:
     import psutil
 
     from bridge.dlpack import torch_device_type
+    from bridge.stream import lane
 
     gib = 1 << 30
     free = psutil.virtual_memory().available / gib
@@ -187,7 +188,9 @@ def memory() -> Iterator[Finding]:
 
     free, total = (n / gib for n in torch.cuda.mem_get_info())
     yield Finding("GPU memory", "ok", f"{free:.1f} of {total:.1f} GiB free")
-    if preallocate is None:
+    if lane.chosen("cuda") == "stream":
+        yield Finding("XLA memory", "ok", "none of the GPU's: serving on the stream lane keeps JAX on the CPU")
+    elif preallocate is None:
         yield Finding("XLA memory", "ok", f"{PREALLOCATE} is unset: the plugin sets it to false")
     elif preallocate.lower() in ("false", "0"):
         yield Finding("XLA memory", "ok", f"{PREALLOCATE}={preallocate}")
@@ -256,6 +259,41 @@ def programs() -> Iterator[Finding]:
     yield Finding("programs", "ok", f"{held}, in {cache.folder()}")
 
 
+def lanes() -> Iterator[Finding]:
+    """On a GPU, one kernel through each lane, bitwise, and through a captured graph."""
+    import torch
+
+    from bridge.dlpack import torch_device_type
+    from bridge.ops import SELECT
+    from bridge.stream import Jit, Stream
+
+    if not torch.cuda.is_available():
+        yield Finding("lanes", "ok", "jit: a CPU has no other")
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream, draw = Stream.of(device), torch.Generator(device).manual_seed(0)
+    logits = torch.randn(4, 8192, generator=draw, device=device)
+    lengths = torch.tensor([8192, 0, 77, 5000], dtype=torch.int32, device=device)
+    launched = stream(SELECT, logits, lengths, k=512)
+    stream_advice = "don't serve on the stream lane: JAX_MLA_LANE=jit chooses the other"
+    if torch_device_type() == "cuda":
+        if torch.equal(launched[0], Jit()(SELECT, logits, lengths, k=512)[0]):
+            yield Finding("lanes", "ok", "select by the jit and the stream lane: the same bytes")
+        else:
+            yield Finding("lanes", "fail", "select by the jit and the stream lane: not the same bytes", stream_advice)
+    else:
+        yield Finding("lanes", "warn", "JAX sees no GPU here, so there is no jit lane to compare with")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = stream(SELECT, logits, lengths, k=512)
+    logits.copy_(-logits)
+    graph.replay()
+    if torch.equal(captured[0], stream(SELECT, logits, lengths, k=512)[0]):
+        yield Finding("graph", "ok", "captured once, replayed on other logits")
+    else:
+        yield Finding("graph", "fail", "a replay on other logits gives something else than a call", stream_advice)
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python,
     jax_versions,
@@ -266,6 +304,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     exchange,
     kernel,
     runtimes,
+    lanes,
     programs,
 )
 

@@ -109,17 +109,19 @@ class Layer:
                 lane(function, *[given.get(n, t[n]) for n in names], **static)
             first += rows
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, length: int | None = None) -> None:
         """The next batch: every third a new one of any number of rows, with pages of its own; else a token more for
-        each request that has room. The rest of the table leads to page 0."""
+        each request that has room. The rest of the table leads to page 0. `length`: of all rows, in a new batch."""
         s, t = self.shape, self.tensors
-        if number % 3 == 0:
+        if number % 3 == 0 or length is not None:
             count = int(torch.randint(s.rows + 1, (), generator=self._host)) if number else s.rows
             edges = torch.tensor([*EDGES, s.context - 1, s.context])
             edges = edges[edges <= s.context]
             at_edges = edges[torch.randint(len(edges), (s.rows,), generator=self._host)]
             anywhere = torch.randint(1, s.context + 1, (s.rows,), generator=self._host)
             lengths = torch.where(torch.rand(s.rows, generator=self._host) < 0.5, at_edges, anywhere)
+            if length is not None:
+                count, lengths = s.rows, torch.full_like(lengths, length)
             requests = torch.randperm(s.requests, generator=self._host)[: s.rows]
             real = torch.arange(s.rows) < count
             self._batch = torch.stack([torch.where(real, lengths, 0), torch.where(real, requests, 0)]).to(self.device)

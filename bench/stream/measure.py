@@ -123,12 +123,9 @@ def layers(stream: Stream, jit: Jit, device: torch.device, shape: Shape, length:
     host."""
     layer = Layer(shape, device)
     layer.fill(stream)
-    layer.step(0)
-    t = layer.tensors
-    t["lengths"].fill_(length)
-    t["positions"].fill_(length - 1)
+    layer.step(0, length)
     bound = layer.bind(stream)
-    eager = dict(t)
+    eager = dict(layer.tensors)
 
     def run_bound():
         for call in bound:

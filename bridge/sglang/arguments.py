@@ -49,19 +49,29 @@ def refuse_unsupported(view) -> None:
 
 
 def resolve(server_args, previous) -> None:
-    """Wraps ``handle_attention_backend_compatibility``: refuses what can't be served, and turns CUDA graphs off."""
+    """Wraps ``handle_attention_backend_compatibility``: refuses what can't be served, and says which CUDA graphs can.
+
+    Prefill runs without. Decode keeps what is asked for, "full" by default, on the stream lane, and runs without on the
+    jit lane, whose launches no graph can capture.
+    """
+    import torch
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    from bridge.stream import lane
 
     if not chosen(resolving_view(server_args)):
         return previous(server_args)
     refuse_unsupported(resolving_view(server_args))
+    on = lane.chosen("cuda" if torch.cuda.is_available() else "cpu")
     previous(server_args)
-    # XLA launches on streams of its own, which torch's capture can neither record nor wait for.
-    for phase in (Phase.DECODE, Phase.PREFILL):
+    for phase in (Phase.PREFILL,) if on == "stream" else (Phase.PREFILL, Phase.DECODE):
         config = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=Backend.DISABLED)
         declare_resolution(server_args, NAME, cuda_graph_config=config)
     logger.info(
         "jax_mla %s: serves as --attention-backend %s of SGLang %s", version("jax-mla"), NAME, version("sglang")
     )
-    logger.info("jax_mla: CUDA graphs are off in prefill and decode: XLA launches on streams that none can capture")
+    graphs = resolving_view(server_args).cuda_graph_config
+    logger.info(
+        "jax_mla: the %s lane; CUDA graphs: prefill %s, decode %s", on, graphs.prefill.backend, graphs.decode.backend
+    )

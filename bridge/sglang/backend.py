@@ -7,19 +7,16 @@ hits, mixed batches and decode differ only in their ``metadata``.
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
-from bridge.dlpack import to_jax, to_torch
+from bridge import ops
 from bridge.sglang import indexer, metadata
 from bridge.sglang.arguments import NAME
-from bridge.sglang.cache import Caches, writer_for
-from jax_mla.ops.sparse_mla import sparse_mla
+from bridge.sglang.cache import Caches, Calls, writer_for
+from bridge.stream import lane_for
 
 logger = logging.getLogger("jax_mla")
 
@@ -56,19 +53,17 @@ def refuse_unsupported_model(runner) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch's metadata, and what all layers read of it as JAX arrays, imported once.
+    """A batch's metadata, which all layers read.
 
-    - `lengths`, `positions`: int32 [T], as in ``metadata.Rows``.
     - `lookup`: where a row finds the slots of its tokens: (``k_slots`` [S], ``starts`` [T]) in prefill,
       (``req_to_token`` [R, C], ``requests`` [T]) in decode.
-    - `write_plan`: the writer's.
+    - `write_plan`: the writer's. - `calls`: what has been looked up for it.
     """
 
     rows: metadata.Prefill | metadata.Decode
-    lengths: jax.Array
-    positions: jax.Array
-    lookup: tuple[jax.Array, jax.Array]
+    lookup: tuple[torch.Tensor, torch.Tensor]
     write_plan: Any
+    calls: Calls
 
 
 class JaxMLABackend(AttentionBackend):
@@ -90,38 +85,62 @@ class JaxMLABackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.kv_cache_dtype = self.data_type = runner.kv_cache_dtype
         self.caches = Caches.of(runner.token_to_kv_pool)
-        self.writer = writer_for(torch.device(runner.device).type)
+        device = torch.device(runner.device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.lane = lane_for(device)
+        self.writer = writer_for(device)
         self.batch: Batch | None = None
-        logger.info("jax_mla: serving %s", self.caches)
+        logger.info("jax_mla: serving %s, on the %s lane", self.caches, self.lane.name)
 
     @property
     def req_to_token(self) -> torch.Tensor:
         """The request→token table: int32 [requests, max_context], slots."""
         return self.req_to_token_pool.req_to_token
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int):
-        raise NotImplementedError(
-            f"cuda_graph_config: expected disabled graphs with --attention-backend {NAME}, got a capture of {max_bs} "
-            "requests; XLA launches on streams that a graph cannot capture"
-        )
-
     def init_forward_metadata(self, forward_batch) -> None:
-        """SGLang's call before each forward."""
+        """SGLang's call before each forward that isn't a graph's."""
+        self._take(metadata.build(forward_batch, self.req_to_token))
+
+    def _take(self, rows: metadata.Prefill | metadata.Decode | None) -> None:
         self.batch = None
-        rows = metadata.build(forward_batch, self.req_to_token)
         if rows is None:
             return
-        if isinstance(rows, metadata.Prefill):
-            lookup = to_jax(rows.k_slots, "k_slots"), to_jax(rows.starts, "starts")
-        else:
-            lookup = to_jax(self.req_to_token, "req_to_token"), to_jax(rows.requests, "req_pool_indices")
-        self.batch = Batch(
-            rows,
-            lengths=to_jax(rows.lengths, "seq_lens"),
-            positions=to_jax(rows.positions, "positions"),
-            lookup=lookup,
-            write_plan=self.writer.plan(self.caches, rows.write_slots),
+        lookup = (
+            (rows.k_slots, rows.starts) if isinstance(rows, metadata.Prefill) else (self.req_to_token, rows.requests)
         )
+        self.batch = Batch(rows, lookup, self.writer.plan(self.caches, rows.write_slots), Calls(self.lane))
+
+    # Decode in a graph: the metadata is made in it, from SGLang's static tensors, and so needs nothing at a replay.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """SGLang's call before it captures. Nothing is kept: memory between kernels is one block, the largest batch's,
+        which SGLang captures first."""
+        if self.lane.name != "stream":
+            raise NotImplementedError(
+                f"cuda_graph_config: expected disabled graphs on the {self.lane.name} lane of --attention-backend "
+                f"{NAME}, got a capture of {max_bs} requests; XLA launches on streams that a graph cannot capture"
+            )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Tokens of a padded row: 0, so it reads and writes nothing."""
+        return 0
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        """SGLang's call before a capture, and before each replay."""
+        if not forward_batch.forward_mode.is_decode():
+            raise NotImplementedError(
+                f"forward_mode: expected DECODE in a graph of --attention-backend {NAME}, got "
+                f"{forward_batch.forward_mode.name}"
+            )
+
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        """SGLang's call inside a capture, and in the warm-up before it."""
+        self._take(metadata.static_decode(forward_batch, self.req_to_token))
+
+    def shared_read_ends(self, fm):
+        """Every layer reads the request→token table itself, up to the end of the forward."""
+        return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def forward_extend(
         self,
@@ -159,36 +178,20 @@ class JaxMLABackend(AttentionBackend):
         if q.shape[0] < rows or topk_indices.shape[0] < rows:
             raise ValueError(f"q: expected {rows} rows or more, got {q.shape[0]}, topk_indices {topk_indices.shape[0]}")
 
-        def rows_of(tensor: torch.Tensor, name: str, fill: float = 0):
-            return to_jax(metadata.pad(tensor[:rows].detach(), padded, fill), name)  # serving takes no gradients
+        def rows_of(tensor: torch.Tensor, fill: float = 0):
+            return metadata.pad(tensor[:rows].detach(), padded, fill)  # serving takes no gradients
 
         # All arguments are looked at before anything is written.
-        query = rows_of(q, "q"), rows_of(q_rope.view(q_rope.shape[0], heads, -1), "q_rope")
-        selected = rows_of(topk_indices, "topk_indices", -1)
+        batch, pool = self.batch, self.caches.kv(layer.layer_id)
+        query = rows_of(q), rows_of(q_rope.view(q_rope.shape[0], heads, -1)), pool, rows_of(topk_indices, -1)
+        static = self.caches.kv_static | dict(softmax_scale=float(layer.scaling))
+        attend = batch.calls.bind(ops.ATTEND, *query, *batch.lookup, batch.rows.lengths, **static)
         if save_kv_cache and k is not None:
             if k_rope is None:
                 raise ValueError(f"layer {layer.layer_id}: expected k_rope [T, 1, 64], got None")
-            new = rows_of(k.view(-1, latent), "k"), rows_of(k_rope.view(-1, k_rope.shape[-1]), "k_rope")
-            self.writer.kv(self.caches, layer.layer_id, self.batch.write_plan, *new)
-        pool = to_jax(self.caches.kv(layer.layer_id), "kv pool")
-        which = selected, *self.batch.lookup, self.batch.lengths
-        out = _attend(*query, pool, which, layout=self.caches.kv_layout, softmax_scale=float(layer.scaling))
-        return metadata.pad(to_torch(out)[:rows].view(rows, heads * latent), q.shape[0], 0)
+            new = rows_of(k.view(-1, latent)), rows_of(k_rope.view(-1, k_rope.shape[-1]))
+            self.writer.kv(batch.calls, self.caches, layer.layer_id, batch.write_plan, *new)()
+        (out,) = attend()
+        return metadata.pad(out[:rows].view(rows, heads * latent), q.shape[0], 0)
 
     forward_decode = forward_extend
-
-
-@partial(jax.jit, static_argnames=("layout", "softmax_scale"))
-def _attend(q_nope, q_rope, pool, selected, *, layout, softmax_scale):
-    return sparse_mla(q_nope, q_rope, pool, slots_of(*selected), layout=layout, softmax_scale=softmax_scale)[0]
-
-
-def slots_of(positions: jax.Array, table: jax.Array, rows: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Slots, int32 [T, K], of request-local ``positions`` [T, K]. None stays none: -1 gives -1, and so does a position
-    that its row does not see.
-
-    - `table`, `rows`: ``Batch.lookup``. `lengths`: int32 [T].
-    """
-    at = (rows[:, None] + positions,) if table.ndim == 1 else (rows[:, None], positions)
-    seen = (positions >= 0) & (positions < lengths[:, None])
-    return jnp.where(seen, table.at[at].get(mode="fill", fill_value=-1), -1)

@@ -3,13 +3,14 @@
 SGLang owns the memory (``DSATokenToKVPool``, ``srt/mem_cache/memory_pool.py``) and lends it per layer. A new token's
 latent and its index key are written before they are read in the same layer, by one of two writers:
 
-- on a GPU XLA writes in place, into a donated import of the pool;
+- on a GPU jax_mla's kernels write in place;
 - on a CPU XLA copies what it does not own, donated or not. There jax_mla only makes the bytes, and torch scatters them.
 
 ``writer_for`` decides that, once.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,11 +18,14 @@ from typing import Any, Protocol
 import jax
 import torch
 
-from bridge.dlpack import to_jax, to_torch, torch_device_type
+from bridge import ops
+from bridge.dlpack import to_jax, to_torch
+from bridge.stream import Function, Lane
+from bridge.stream.lane import arrays_of
 from jax_mla.fp8 import fp8_format
 from jax_mla.layouts import KV_BF16, KV_FP8_656, IndexLayout, KVLayout, kv_layout
-from jax_mla.ops.index_write import index_pack, index_write
-from jax_mla.ops.kv_write import kv_pack, kv_write
+from jax_mla.ops.index_write import index_pack
+from jax_mla.ops.kv_write import kv_pack
 
 logger = logging.getLogger("jax_mla")
 
@@ -60,6 +64,22 @@ def index_layout_of(pool) -> IndexLayout:
     return IndexLayout(pool.index_page_size, fp8, preshuffle=aiter_can_use_preshuffle_paged_mqa())
 
 
+class Calls:
+    """Functions on a lane, for one batch: each is looked up once, and not once for every layer."""
+
+    def __init__(self, lane: Lane):
+        self._lane = lane
+        self._ready: dict[tuple, Any] = {}
+
+    def bind(self, function: Function, *tensors: torch.Tensor, **static: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """A call, whose tensors are looked at now. Those of one function are alike in all layers of a batch."""
+        which = function.name, *static.values()
+        ready = self._ready.get(which)
+        if ready is None:
+            ready = self._ready[which] = self._lane.launcher(function, arrays_of(function, tensors), **static)
+        return ready.bind(*tensors)
+
+
 @dataclass(frozen=True)
 class Caches:
     """Both caches of one ``DSATokenToKVPool``.
@@ -79,6 +99,18 @@ class Caches:
             f"KV rows {self.kv_layout.name}, index pages of {index.page_size} tokens in {index.fp8}"
             f"{' preshuffled' if index.preshuffle else ''}, {self.slots} slots, on {self.pool.device}"
         )
+
+    @property
+    def kv_static(self) -> dict[str, Any]:
+        """What ``bridge.ops`` calls the KV layout."""
+        fp8 = self.kv_layout.fp8 or self.index_layout.fp8
+        return dict(layout=self.kv_layout.name, fp8=fp8.name)
+
+    @property
+    def index_static(self) -> dict[str, Any]:
+        """What ``bridge.ops`` calls the index layout."""
+        index = self.index_layout
+        return dict(page_size=index.page_size, preshuffle=index.preshuffle, fp8=index.fp8.name)
 
     @staticmethod
     def of(pool) -> "Caches":
@@ -102,72 +134,48 @@ class Caches:
 
 
 class Writer(Protocol):
-    """Puts new tokens into a layer's caches. ``plan`` is made once per batch from int32 ``write_slots [T]``.
+    """Puts new tokens into a layer's caches. ``plan`` is made once per batch from int32 ``write_slots [T]``; ``kv`` and
+    ``index`` look at everything, and give the function that writes.
 
     A slot beyond the pools is an error on a CPU. On a GPU, where looking would wait for the device, it is not written.
     """
 
     def plan(self, caches: Caches, write_slots: torch.Tensor) -> Any: ...
 
-    def kv(self, caches: Caches, layer: int, plan: Any, k_nope: jax.Array, k_rope: jax.Array) -> None:
-        """Latents ``[T, 512]`` and ropes ``[T, 64]``."""
+    def kv(self, calls: Calls, caches: Caches, layer: int, plan: Any, *new: torch.Tensor) -> Callable[[], object]:
+        """`new`: latents ``[T, 512]`` and ropes ``[T, 64]``."""
         ...
 
-    def index(self, caches: Caches, layer: int, plan: Any, keys: tuple[jax.Array, ...], **how: Any) -> None:
+    def index(
+        self, calls: Calls, caches: Caches, layer: int, plan: Any, keys: tuple[torch.Tensor, ...], **how: Any
+    ) -> Callable[[], object]:
         """`keys`: ``index_pack``'s arrays; `how`: its ``interleaved`` and ``eps``."""
         ...
 
 
-def writer_for(device: str) -> Writer:
-    """The writer for a pool on ``device``: ``"cpu"``, or ``"cuda"`` for NVIDIA and AMD cards alike."""
-    if device != torch_device_type():
-        raise ValueError(
-            f"token_to_kv_pool: expected on {torch_device_type()!r}, where JAX computes, got {device!r}; "
-            "run `python -m bridge doctor`"
-        )
-    writer = TorchWriter() if device == "cpu" else DonatedWriter()
+def writer_for(device: torch.device) -> Writer:
+    """The writer for a pool on ``device``."""
+    writer = TorchWriter() if device.type == "cpu" else InPlaceWriter()
     logger.info("jax_mla: KV and index-K are written by %s", writer)
     return writer
 
 
-@partial(jax.jit, static_argnames=("layout",), donate_argnums=0)
-def _kv_write(pool, slots, k_nope, k_rope, *, layout):
-    return kv_write(pool, slots, k_nope, k_rope, layout=layout)
-
-
-@partial(jax.jit, static_argnames=("layout", "interleaved", "eps"), donate_argnums=0)
-def _index_write(pool, slots, keys, *, layout, interleaved, eps):
-    return index_write(pool, slots, *keys, layout=layout, interleaved=interleaved, hadamard=HADAMARD, eps=eps)
-
-
 @dataclass(frozen=True)
-class DonatedWriter:
-    """XLA writes into the pool's own memory: imported, donated, and given back at the same address."""
+class InPlaceWriter:
+    """jax_mla's own kernels write into the pool's memory."""
 
     def __str__(self) -> str:
-        return "XLA, in place in a donated import"
+        return "jax_mla, in place"
 
-    def plan(self, caches: Caches, write_slots: torch.Tensor) -> jax.Array:
-        return to_jax(write_slots, "out_cache_loc")
+    def plan(self, caches: Caches, write_slots: torch.Tensor) -> torch.Tensor:
+        return write_slots
 
-    def kv(self, caches, layer, plan, k_nope, k_rope) -> None:
-        pool = caches.kv(layer)
-        written = _kv_write(to_jax(pool, "kv pool"), plan, k_nope, k_rope, layout=caches.kv_layout)
-        self._in_place("kv pool", pool, written)
+    def kv(self, calls, caches, layer, plan, *new):
+        return calls.bind(ops.KV_WRITE, caches.kv(layer), plan, *new, **caches.kv_static)
 
-    def index(self, caches, layer, plan, keys, **how) -> None:
-        pool = caches.index(layer)
-        written = _index_write(to_jax(pool, "index pool"), plan, keys, layout=caches.index_layout, **how)
-        self._in_place("index pool", pool, written)
-
-    @staticmethod
-    def _in_place(name: str, pool: torch.Tensor, written: jax.Array) -> None:
-        # to_torch also makes torch's stream wait for the write, so that whatever reads the pool next comes after it.
-        if to_torch(written, name).data_ptr() != pool.data_ptr():
-            raise RuntimeError(
-                f"{name}: expected XLA to write in place at {pool.data_ptr():#x}, got a copy at "
-                f"{written.unsafe_buffer_pointer():#x}; this JAX ({jax.__version__}) does not alias donated imports"
-            )
+    def index(self, calls, caches, layer, plan, keys, **how):
+        static = caches.index_static | dict(hadamard=HADAMARD) | how
+        return calls.bind(ops.INDEX_WRITE, caches.index(layer), plan, *keys, **static)
 
 
 @partial(jax.jit, static_argnames=("layout",))
@@ -216,10 +224,20 @@ class TorchWriter:
         pages, columns = _row_offsets(to_jax(write_slots, "out_cache_loc"), layout=caches.index_layout)
         return TorchPlan(rows, write_slots[rows].long(), to_torch(pages)[rows].long(), to_torch(columns)[rows].long())
 
-    def kv(self, caches, layer, plan, k_nope, k_rope) -> None:
-        packed = to_torch(_kv_pack(k_nope, k_rope, layout=caches.kv_layout))
-        caches.kv(layer)[plan.slots] = packed[plan.rows]
+    def kv(self, calls, caches, layer, plan, *new):
+        k_nope, k_rope = (to_jax(x, name) for x, name in zip(new, ("k", "k_rope"), strict=True))
 
-    def index(self, caches, layer, plan, keys, **how) -> None:
-        packed = to_torch(_index_pack(keys, layout=caches.index_layout, **how))
-        caches.index(layer)[plan.pages, plan.columns] = packed[plan.rows]
+        def write():
+            packed = to_torch(_kv_pack(k_nope, k_rope, layout=caches.kv_layout))
+            caches.kv(layer)[plan.slots] = packed[plan.rows]
+
+        return write
+
+    def index(self, calls, caches, layer, plan, keys, **how):
+        lent = tuple(to_jax(x, name) for x, name in zip(keys, ops.INDEX_WRITE.arrays[2:], strict=True))
+
+        def write():
+            packed = to_torch(_index_pack(lent, layout=caches.index_layout, **how))
+            caches.index(layer)[plan.pages, plan.columns] = packed[plan.rows]
+
+        return write

@@ -9,16 +9,13 @@ one row for each row of ``x``. (SGLang calls that unfused top-k. The attention l
 """
 
 import logging
-from functools import partial
 
-import jax
 import torch
 
-from bridge.dlpack import to_jax, to_torch
+from bridge import ops
 from bridge.sglang import metadata
 from bridge.sglang.cache import HADAMARD
-from jax_mla.attention import topk_decode, topk_prefill
-from jax_mla.ops.index_query import index_query
+from jax_mla.attention import LOGITS_BYTES
 
 logger = logging.getLogger("jax_mla")
 
@@ -73,52 +70,52 @@ def forward(
             raise ValueError(f"x: expected [T, hidden_size] or (fp8, scale, bf16), got a tuple of {len(x)}")
         x = x[2]
     batch = backend.batch
-    topk = x.new_full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32)
     if batch is None:
-        return topk if return_indices else None
+        return x.new_full((x.shape[0], indexer.index_topk), -1, dtype=torch.int32) if return_indices else None
     rows, padded = batch.rows.count, len(batch.rows.lengths)
     if x.shape[0] < rows:
         raise ValueError(f"x: expected {rows} rows or more, as the batch has, got {x.shape[0]}")
 
-    def rows_of(tensor: torch.Tensor, name: str) -> jax.Array:
-        return to_jax(metadata.pad(tensor[:rows].detach(), padded, 0), name)
+    def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+        return metadata.pad(tensor[:rows].detach(), padded, 0)
 
     # All arguments are looked at before anything is written.
-    cos_sin = _cos_sin(indexer)
+    cos_sin, positions = _cos_sin(indexer), batch.rows.positions
     key, weights = _key_and_weights(indexer, x)
     norm = indexer.k_norm
-    gains = to_jax(norm.weight.detach(), "k_norm.weight"), to_jax(norm.bias.detach(), "k_norm.bias")
-    keys = rows_of(key, "k"), *gains, cos_sin, batch.positions
     interleaved = not indexer.is_neox_style
-    query = ()
+    selections = []
     if return_indices:
         q = indexer.wq_b(q_lora)[0].view(-1, indexer.n_heads, indexer.head_dim)
-        query = rows_of(q, "q"), rows_of(weights, "weights"), cos_sin, batch.positions
+        query = rows_of(q), rows_of(weights), cos_sin, positions
+        selections = _selections(backend, batch, layer_id, query, k=indexer.index_topk, interleaved=interleaved)
+    keys = rows_of(key), norm.weight.detach(), norm.bias.detach(), cos_sin, positions
     how = dict(interleaved=interleaved, eps=float(norm.variance_epsilon))
-    backend.writer.index(backend.caches, layer_id, batch.write_plan, keys, **how)
+    backend.writer.index(batch.calls, backend.caches, layer_id, batch.write_plan, keys, **how)()
     if not return_indices:
         return None
 
-    seen = to_jax(backend.caches.index(layer_id), "index pool"), *batch.lookup, batch.lengths
-    static = dict(k=indexer.index_topk, layout=backend.caches.index_layout, interleaved=interleaved)
-    if isinstance(batch.rows, metadata.Prefill):
-        selected = _select_prefill(query, *seen, **static)
-    else:
-        selected = _select_decode(query, *seen, max_len=batch.rows.max_len, **static)
-    topk[:rows] = to_torch(selected)[:rows]
+    parts = [select()[0] for select in selections]
+    selected = parts[0] if len(parts) == 1 else torch.cat(parts)
+    topk = metadata.pad(selected[:rows], x.shape[0], -1)
     return maybe_capture_indexer_topk(layer_id, _broadcast_indexer_topk_from_rank0(topk))
 
 
-@partial(jax.jit, static_argnames=("k", "layout", "interleaved"))
-def _select_prefill(query, pool, k_slots, starts, lengths, *, k, layout, interleaved):
-    q8, weights = index_query(*query, fp8=layout.fp8, interleaved=interleaved, hadamard=HADAMARD)
-    return topk_prefill(q8, weights, pool, k_slots, starts, lengths, k=k, layout=layout, as_slots=False)
-
-
-@partial(jax.jit, static_argnames=("k", "layout", "interleaved", "max_len"))
-def _select_decode(query, pool, table, requests, lengths, *, k, layout, interleaved, max_len):
-    q8, weights = index_query(*query, fp8=layout.fp8, interleaved=interleaved, hadamard=HADAMARD)
-    return topk_decode(q8, weights, pool, table, requests, lengths, k=k, layout=layout, max_len=max_len, as_slots=False)
+def _selections(backend, batch, layer_id: int, query: tuple[torch.Tensor, ...], *, k: int, interleaved: bool) -> list:
+    """Calls that select for all rows of ``batch``: one, or in prefill as many as keep the logits of each within
+    ``LOGITS_BYTES``."""
+    seen = backend.caches.index(layer_id), *batch.lookup, batch.rows.lengths
+    static = backend.caches.index_static | dict(interleaved=interleaved, hadamard=HADAMARD, k=k)
+    if isinstance(batch.rows, metadata.Decode):
+        return [batch.calls.bind(ops.TOPK_DECODE, *query, *seen, max_len=batch.rows.max_len, **static)]
+    (q, weights, cos_sin, positions), (pool, k_slots, starts, lengths) = query, seen
+    rows = metadata.rows_within(LOGITS_BYTES, len(q), len(k_slots))
+    calls = []
+    for first in range(0, len(q), rows):
+        some = slice(first, first + rows)
+        part = q[some], weights[some], cos_sin, positions[some], pool, k_slots, starts[some], lengths[some]
+        calls.append(batch.calls.bind(ops.TOPK_PREFILL, *part, **static))
+    return calls
 
 
 def _check(indexer) -> None:
@@ -144,10 +141,10 @@ def _key_and_weights(indexer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return indexer.wk(x)[0], indexer._weights_proj_bf16_in_fp32_out(x).float()
 
 
-def _cos_sin(indexer) -> jax.Array:
+def _cos_sin(indexer) -> torch.Tensor:
     """The rotary table, float32 [P, 64]: cosines, then sines. SGLang may keep it in bf16; made once per table then."""
     table = indexer.rotary_emb.cos_sin_cache
     kept = getattr(indexer, "_jax_mla_cos_sin", None)
     if kept is None or kept[0] is not table:
-        kept = indexer._jax_mla_cos_sin = (table, to_jax(table.float().contiguous(), "cos_sin_cache"))
+        kept = indexer._jax_mla_cos_sin = (table, table.detach().float().contiguous())
     return kept[1]

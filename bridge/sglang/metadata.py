@@ -103,6 +103,37 @@ def _decode(forward_batch, req_to_token: torch.Tensor) -> Decode:
     )
 
 
+def static_decode(forward_batch, req_to_token: torch.Tensor) -> Decode:
+    """The rows of a decode in a graph: SGLang's static tensors, of a size that it captures, as int32. A replay makes
+    them anew from what those hold then; a row whose length is 0 is padded, and writes nothing."""
+    lengths = forward_batch.seq_lens.to(torch.int32)
+    rows = len(lengths)
+    return Decode(
+        count=rows,
+        lengths=lengths,
+        positions=forward_batch.positions[:rows].to(torch.int32),
+        write_slots=torch.where(lengths > 0, forward_batch.out_cache_loc[:rows], -1).to(torch.int32),
+        requests=forward_batch.req_pool_indices.to(torch.int32),
+        max_len=req_to_token.shape[1],
+    )
+
+
+def rows_within(logits_bytes: int, rows: int, keys: int) -> int:
+    """As many of ``rows``, halved until float32 logits over ``keys`` take ``logits_bytes`` at most.
+
+    Raises ``ValueError`` where the least number of rows is still too much.
+    """
+    part = rows
+    while part > LEAST_ROWS and 4 * part * keys > logits_bytes:
+        part = -(-part // 2)
+    if 4 * part * keys > logits_bytes:
+        raise ValueError(
+            f"extend_seq_lens: expected at most {logits_bytes // (4 * LEAST_ROWS):,} tokens, cached and new, in one "
+            f"prefill batch, got {keys:,} in {rows} rows"
+        )
+    return part
+
+
 def _prefill(forward_batch, req_to_token: torch.Tensor) -> Prefill:
     new, cached = forward_batch.extend_seq_lens, forward_batch.extend_prefix_lens
     rows = sum(forward_batch.extend_seq_lens_cpu)

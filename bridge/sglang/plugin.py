@@ -50,15 +50,26 @@ def _register() -> None:
 
 def _create(runner):
     """SGLang's factory of the backend: ``runner`` is the scheduler's ``ModelRunner``, its model loaded."""
-    if runner.device != "cpu" and "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
-        # JAX reads this when it is imported, which is on the next line but one.
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        logger.info(
-            "jax_mla: XLA_PYTHON_CLIENT_PREALLOCATE=false: JAX would take three quarters of the GPU's memory at once"
-        )
+    if runner.device != "cpu":
+        _settle_jax()
     from bridge.sglang.backend import create
 
     return create(runner)
+
+
+def _settle_jax() -> None:
+    """Sets what JAX reads when it is imported, which is after this, for a process that serves on a GPU."""
+    from bridge.stream import lane
+
+    if lane.chosen("cuda") == "stream":
+        # It compiles for the GPU without being a client of it, and then needs none of its memory.
+        name, value, why = "JAX_PLATFORMS", "cpu", "JAX compiles here, and computes nothing"
+    else:
+        name, value = "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+        why = "JAX would take three quarters of the GPU's memory at once"
+    if name not in os.environ:
+        os.environ[name] = value
+        logger.info("jax_mla: %s=%s: %s", name, value, why)
 
 
 def _register_refusal(problem: str) -> None:

@@ -8,4 +8,6 @@
 
 from bridge.stream.lane import Function as Function
 from bridge.stream.lane import Jit as Jit
+from bridge.stream.lane import Lane as Lane
 from bridge.stream.lane import Stream as Stream
+from bridge.stream.lane import lane_for as lane_for

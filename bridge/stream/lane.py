@@ -11,6 +11,7 @@ from the tensors that it is called with, and everything else from there.
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from bridge.dtypes import DTYPES
 from bridge.stream import cache as disk
 from bridge.stream import driver as drivers
 from bridge.stream.driver import Driver
-from bridge.stream.launch import Launcher
+from bridge.stream.launch import Launcher, Scratch
 from bridge.stream.program import Array, Program
 
 logger = logging.getLogger("jax_mla")
@@ -63,7 +64,7 @@ class Function:
     def _build(self, arrays: tuple[Array, ...], arch: str, static: dict[str, Any]) -> Program:
         from bridge.stream.build import build  # needs JAX
 
-        logger.info("jax_mla: compiling %s for %s, %s, %s", self.name, arch, ", ".join(map(str, arrays)), static)
+        logger.info("jax_mla: compiling %s for %s, %s, %s", self.name, arch, _listed(arrays), static)
         program = build(self.name, self.make(**static), arrays, arch, self.donated)
         self._check(program, arrays)
         return program
@@ -76,7 +77,7 @@ class Function:
 
 
 def _words(name: str, arrays: tuple[Array, ...], results: tuple[int | None, ...]) -> str:
-    return f"{', '.join(map(str, arrays))}, {name!r}, with results in {results}"
+    return f"{_listed(arrays)}, {name!r}, with results in {results}"
 
 
 def arrays_of(function: Function, tensors: tuple[torch.Tensor, ...]) -> tuple[Array, ...]:
@@ -90,26 +91,33 @@ def arrays_of(function: Function, tensors: tuple[torch.Tensor, ...]) -> tuple[Ar
     return tuple(Array(tuple(x.shape), DTYPES[x.dtype]) for x in tensors)
 
 
-class Jit:
-    """The jit lane."""
+class Jitted:
+    """``function`` on the jit lane, for tensors like ``arrays``."""
 
-    def __init__(self):
-        self._functions: dict[tuple, Callable] = {}
+    def __init__(self, function: Function, arrays: tuple[Array, ...], compiled: Callable):
+        self._function, self._arrays, self._compiled = function, arrays, compiled
 
-    def _compiled(self, function: Function, static: dict[str, Any]) -> Callable:
-        import jax
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.bind(*tensors)()
 
-        which = function, disk.plain(static)
-        if which not in self._functions:
-            self._functions[which] = jax.jit(function.make(**static), donate_argnums=function.donated)
-        return self._functions[which]
+    def bind(self, *tensors: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """A call with these tensors, which are looked at now. Raises ``ValueError`` for those that can't be lent."""
+        from bridge.dlpack import check
 
-    def __call__(self, function: Function, *tensors: torch.Tensor, **static: Any) -> tuple[torch.Tensor, ...]:
+        function = self._function
+        given = arrays_of(function, tensors)
+        if given != self._arrays:
+            raise ValueError(f"{function.name}: expected {_listed(self._arrays)}, got {_listed(given)}")
+        for tensor, name in zip(tensors, function.arrays, strict=True):
+            check(tensor, f"{function.name}: {name}")
+        return partial(self._run, tensors)
+
+    def _run(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         from bridge.dlpack import to_jax, to_torch
 
-        arrays_of(function, tensors)
+        function = self._function
         arrays = [to_jax(x, f"{function.name}: {n}") for x, n in zip(tensors, function.arrays, strict=True)]
-        results = self._compiled(function, static)(*arrays)
+        results = self._compiled(*arrays)
         results = results if isinstance(results, tuple) else (results,)
         if len(results) != len(function.written) + len(function.results):
             names = ", ".join((*function.written, *function.results))
@@ -125,11 +133,40 @@ class Jit:
         return (*inplace, *given[len(inplace) :])
 
 
+def _listed(arrays: tuple[Array, ...]) -> str:
+    return ", ".join(map(str, arrays))
+
+
+class Jit:
+    """The jit lane, wherever JAX computes."""
+
+    name = "jit"
+
+    def __init__(self):
+        self._compiled: dict[tuple, Callable] = {}
+
+    def __call__(self, function: Function, *tensors: torch.Tensor, **static: Any) -> tuple[torch.Tensor, ...]:
+        """Those of the tensors that are written, and the results."""
+        return self.launcher(function, arrays_of(function, tensors), **static)(*tensors)
+
+    def launcher(self, function: Function, arrays: tuple[Array, ...], **static: Any) -> Jitted:
+        """What runs ``function`` on tensors like ``arrays``."""
+        import jax
+
+        which = function, disk.plain(static)
+        if which not in self._compiled:
+            self._compiled[which] = jax.jit(function.make(**static), donate_argnums=function.donated)
+        return Jitted(function, arrays, self._compiled[which])
+
+
 class Stream:
     """The stream lane of one GPU. Keep it as long as graphs that its calls were captured in (``Launcher``)."""
 
+    name = "stream"
+
     def __init__(self, driver: Driver, arch: str):
         self.driver, self.arch = driver, arch
+        self._scratch = Scratch(driver.device)
         self._launchers: dict[tuple, Launcher] = {}
 
     @staticmethod
@@ -148,11 +185,11 @@ class Stream:
         if found is None:
             if self.driver.capturing():
                 raise RuntimeError(
-                    f"{function.name}: expected to be prepared for {', '.join(map(str, arrays))}, {static} before a "
+                    f"{function.name}: expected to be prepared for {_listed(arrays)}, {static} before a "
                     "graph is captured, got a first call during the capture: call bridge.stream's Stream.prepare"
                 )
             program = function.program(arrays, self.arch, **static)
-            found = self._launchers[which] = Launcher(program, self.driver, self.arch)
+            found = self._launchers[which] = Launcher(program, self.driver, self.arch, self._scratch)
         return found
 
     def prepare(
@@ -167,3 +204,25 @@ class Stream:
         console = Console(stderr=True)
         for function, arrays, static in track(wanted, "jax_mla: kernels", console=console, disable=not progress):
             self.launcher(function, arrays, **static)
+
+
+Lane = Jit | Stream
+
+VARIABLE = "JAX_MLA_LANE"
+
+
+def chosen(device_type: str) -> str:
+    """The lane that serves tensors on "cpu" or "cuda": ``$JAX_MLA_LANE``, or "stream" on a GPU and "jit" on a CPU.
+
+    Raises ``ValueError`` for a name that is no lane, and for "stream" on a CPU.
+    """
+    asked = os.environ.get(VARIABLE) or ("stream" if device_type == "cuda" else "jit")
+    possible = ("stream", "jit") if device_type == "cuda" else ("jit",)
+    if asked not in possible:
+        raise ValueError(f"{VARIABLE}: expected {' or '.join(possible)} on {device_type!r}, got {asked!r}")
+    return asked
+
+
+def lane_for(device: torch.device) -> Lane:
+    """A lane of ``chosen``'s name."""
+    return Jit() if chosen(device.type) == "jit" else Stream.of(device)

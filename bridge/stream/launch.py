@@ -23,18 +23,37 @@ REMEMBERED = 4096  # combinations of addresses; a model's layers and the allocat
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
+class Scratch:
+    """Memory for what lies between a program's kernels: one block for each stream, which all programs on it use one
+    after the other. A block that turns out too small is replaced, and kept by the launchers that point into it."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._blocks: dict[int, torch.Tensor] = {}
+
+    def take(self, stream: int, sizes: Sequence[int], alignment: int) -> list[torch.Tensor]:
+        """Tensors of ``sizes`` bytes, side by side."""
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // alignment) * alignment)
+        block = self._blocks.get(stream)
+        if block is None or block.nbytes < starts[-1]:
+            block = self._blocks[stream] = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        return [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+
 class Launcher:
     """``program`` loaded on ``driver``'s device.
 
-    What lies between its kernels has memory of its own for each stream that it is called on. Calls on one stream follow
-    one another; so must a graph that was captured on it and calls beside that. A graph holds addresses: keep the
-    launcher as long as graphs that it was captured in.
+    What lies between its kernels is in `scratch`'s memory of the stream that it is called on. Calls on one stream
+    follow one another; so must graphs that were captured on it, and calls beside those. A graph holds addresses: keep
+    the launcher as long as graphs that it was captured in.
 
     Raises ``RuntimeError`` while a graph is being captured, when nothing can be loaded, ``ValueError`` for code of
     another chip, and ``driver.DriverError``.
     """
 
-    def __init__(self, program: Program, driver: Driver, arch: str):
+    def __init__(self, program: Program, driver: Driver, arch: str, scratch: Scratch | None = None):
         if program.arch != arch:
             raise ValueError(f"{program.name}: expected code for {arch}, which {driver.device} is, got {program.arch}")
         if driver.capturing():
@@ -44,6 +63,7 @@ class Launcher:
             )
         driver.check_current(program.name)
         self.program, self._driver = program, driver
+        self._scratch = scratch or Scratch(driver.device)
         self._dtypes = [TORCH_DTYPES[x.dtype] for x in program.parameters]
         self._shapes = [torch.Size(x.shape) for x in program.parameters]
         self._fresh = [i for i, result in enumerate(program.results) if result.parameter is None]
@@ -145,8 +165,7 @@ class Launcher:
     def _temporaries_on(self, stream: int) -> list[torch.Tensor]:
         found = self._temporaries.get(stream)
         if found is None:
-            device = self._driver.device
-            found = [torch.empty(x, dtype=torch.uint8, device=device) for x in self.program.temporaries]
+            found = self._scratch.take(stream, self.program.temporaries, self._driver.alignment)
             self._temporaries[stream] = found
         return found
 

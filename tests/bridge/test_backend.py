@@ -165,12 +165,12 @@ def half_precision(given, picked):
 WRONG = [
     (rows_too_few, ValueError, r"^q: expected 5 rows or more, got 3"),
     (selection_too_short, ValueError, r"topk_indices 2$"),
-    (selection_of_int64, ValueError, r"^topk_indices: expected one of .*got torch.int64"),
+    (selection_of_int64, ValueError, r"^attend: topk: expected one of .*got torch.int64"),
     (no_selection, ValueError, r"expected q_rope and topk_indices, got Tensor and NoneType"),
     (no_rope, ValueError, r"expected q_rope and topk_indices, got NoneType and Tensor"),
     (no_key_rope, ValueError, r"expected k_rope \[T, 1, 64\], got None"),
     (sinks, NotImplementedError, r"got \['attn_sink'\]: not served yet"),
-    (half_precision, ValueError, r"^q: expected one of .*got torch.float64"),
+    (half_precision, ValueError, r"^attend: q_nope: expected one of .*got torch.float64"),
 ]
 
 
@@ -187,7 +187,8 @@ def test_wrong_arguments_are_refused_and_the_pool_untouched(backend_of, change, 
 
 def test_graphs_are_refused(backend_of):
     with pytest.raises(
-        NotImplementedError, match=r"^cuda_graph_config: expected disabled graphs .*, got a capture of 8"
+        NotImplementedError,
+        match=r"^cuda_graph_config: expected disabled graphs on the jit lane .*, got a capture of 8",
     ):
         backend_of().init_cuda_graph_state(8, 8)
 
@@ -230,34 +231,12 @@ def test_a_layer_without_index_keys_is_refused_by_its_number(backend_of):
 
 def test_a_write_that_is_not_in_place_is_an_error_and_the_pool_untouched(backend_of):
     """What a JAX without aliasing would do on a GPU, XLA does here: it copies a donated import on a CPU."""
-    from bridge.dlpack import to_jax
-    from bridge.sglang.cache import DonatedWriter
+    from bridge.sglang.cache import Calls, InPlaceWriter
+    from bridge.stream import Jit
 
-    backend, writer = backend_of(), DonatedWriter()
+    backend, writer = backend_of(), InPlaceWriter()
     plan = writer.plan(backend.caches, torch.arange(1, 5, dtype=torch.int32))
     latents, ropes = torch.ones(4, LATENT), torch.ones(4, ROPE)
-    with pytest.raises(RuntimeError, match=r"^kv pool: expected XLA to write in place at 0x.*, got a copy at 0x"):
-        writer.kv(backend.caches, 1, plan, to_jax(latents), to_jax(ropes))
+    with pytest.raises(RuntimeError, match=r"^kv_write: pool: expected to be written in place, got a result elsewhere"):
+        writer.kv(Calls(Jit()), backend.caches, 1, plan, latents, ropes)()
     assert not backend.token_to_kv_pool.kv_buffer[1].any()
-
-
-def test_a_pool_elsewhere_than_jax_is_refused():
-    from bridge.sglang.cache import writer_for
-
-    with pytest.raises(ValueError, match=r"^token_to_kv_pool: expected on 'cpu', where JAX computes, got 'cuda'"):
-        writer_for("cuda")
-
-
-def test_an_invalid_position_never_becomes_a_slot():
-    """-1, a position behind the row's own, one beyond the table: none of them is slot 0, or any slot."""
-    import jax.numpy as jnp
-
-    from bridge.sglang.backend import slots_of
-
-    positions = jnp.array([[0, 1, 2, 3, -1], [-1, -1, 4, 0, 99]], jnp.int32)
-    lengths = jnp.array([3, 5], jnp.int32)
-    k_slots = jnp.array([10, 11, 12, 20, 21, 22, 23, 24], jnp.int32)
-    expected = [[10, 11, 12, -1, -1], [-1, -1, 24, 20, -1]]
-    assert slots_of(positions, k_slots, jnp.array([0, 3], jnp.int32), lengths).tolist() == expected
-    table = jnp.array([[0] * 5, [20, 21, 22, 23, 24], [10, 11, 12, 77, 78]], jnp.int32)
-    assert slots_of(positions, table, jnp.array([2, 1], jnp.int32), lengths).tolist() == expected

@@ -454,3 +454,18 @@ def test_prefill_refuses_windows_whatever_its_budget():
     for logits_bytes in (12, 1 << 20):
         with pytest.raises(ValueError, match="topk_prefill: lengths expected"):
             topk_prefill(*args, k=4, layout=layout, logits_bytes=logits_bytes)
+
+
+def test_an_invalid_position_never_becomes_a_slot():
+    """-1, a position behind the row's own, one beyond the table: none of them is slot 0, or any slot."""
+    import jax.numpy as jnp
+
+    from jax_mla import slots_of
+
+    positions = jnp.array([[0, 1, 2, 3, -1], [-1, -1, 4, 0, 99]], jnp.int32)
+    lengths = jnp.array([3, 5], jnp.int32)
+    k_slots = jnp.array([10, 11, 12, 20, 21, 22, 23, 24], jnp.int32)
+    expected = [[10, 11, 12, -1, -1], [-1, -1, 24, 20, -1]]
+    assert slots_of(positions, k_slots, jnp.array([0, 3], jnp.int32), lengths).tolist() == expected
+    table = jnp.array([[0] * 5, [20, 21, 22, 23, 24], [10, 11, 12, 77, 78]], jnp.int32)
+    assert slots_of(positions, table, jnp.array([2, 1], jnp.int32), lengths).tolist() == expected

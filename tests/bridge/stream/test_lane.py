@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from bridge.stream import Function, Jit, Stream, cache
+from bridge.stream.lane import chosen
+from bridge.stream.launch import Scratch
 from bridge.stream.program import Array
 from tests.bridge.stream.fake import ARCH, program
 
@@ -112,3 +114,35 @@ def test_a_program_of_another_function_is_refused(driver):
     cache.put("affine", cache.key(AFFINE, ARRAYS, dict(factor=3.0), ARCH), program())
     with pytest.raises(ValueError, match="affine: expected a program of float32"):
         Stream(driver, ARCH)(AFFINE, X, Y, factor=3.0)
+
+
+@pytest.mark.parametrize(
+    "device, asked, lane",
+    [
+        ("cuda", None, "stream"),
+        ("cuda", "jit", "jit"),
+        ("cuda", "stream", "stream"),
+        ("cpu", None, "jit"),
+        ("cpu", "jit", "jit"),
+    ],
+)
+def test_the_lane_that_serves(monkeypatch, device, asked, lane):
+    monkeypatch.setenv("JAX_MLA_LANE", asked or "")
+    assert chosen(device) == lane
+
+
+@pytest.mark.parametrize("device, asked", [("cpu", "stream"), ("cuda", "triton"), ("cpu", "Jit")])
+def test_other_lanes_are_refused(monkeypatch, device, asked):
+    monkeypatch.setenv("JAX_MLA_LANE", asked)
+    with pytest.raises(ValueError, match=f"^JAX_MLA_LANE: expected .* on '{device}', got '{asked}'$"):
+        chosen(device)
+
+
+def test_programs_on_one_stream_share_what_lies_between_their_kernels(driver):
+    scratch = Scratch(driver.device)
+    small, large = scratch.take(1, [100, 30], 64), scratch.take(1, [1000], 64)
+    again, elsewhere = scratch.take(1, [100, 30], 64), scratch.take(2, [100], 64)
+    assert [x.nbytes for x in (*small, *large)] == [100, 30, 1000]
+    assert small[1].data_ptr() - small[0].data_ptr() == 128
+    assert again[0].data_ptr() == large[0].data_ptr() != small[0].data_ptr(), "a block is kept, and replaced by larger"
+    assert elsewhere[0].data_ptr() != again[0].data_ptr()
