@@ -1,15 +1,16 @@
 """Functions as operators of torch's, which ``torch.compile`` and graphs see through: ``torch.ops.jax_mla.<name>``.
 
-Their fakes, which say what results are like, ask JAX.
+``operators()`` registers all of ``bridge.ops``. Their fakes, which say what results are like, ask JAX.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
-from bridge.stream.lane import Function, arrays_of
+from bridge.stream.lane import Function, Lane, arrays_of, lane_for
 from bridge.stream.launch import TORCH_DTYPES
 
 TYPES = {str: "str", int: "int", float: "float", bool: "bool"}
@@ -36,6 +37,29 @@ def schema_of(function: Function) -> str:
     star = ["*", *static] if static else []
     results = ", ".join(["Tensor"] * len(function.results))
     return f"({', '.join(arguments + star)}) -> ({results})"
+
+
+class ByDevice:
+    """The lane that serves the device of a call's tensors (``lane_for``), made at the first call there."""
+
+    def __init__(self):
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def __call__(self, function: Function, *tensors: torch.Tensor, **static: Any) -> tuple[torch.Tensor, ...]:
+        device = tensors[0].device
+        if device not in self._lanes:
+            self._lanes[device] = lane_for(device)
+        return self._lanes[device](function, *tensors, **static)
+
+
+@cache
+def operators() -> dict[str, Any]:
+    """All of ``bridge.ops.FUNCTIONS`` as ``torch.ops.jax_mla.<name>``, by name; registered by the first call. They take
+    and write what the functions do; on a CPU, where the jit lane can't write in place, those that write raise."""
+    from bridge.ops import FUNCTIONS
+
+    lane = ByDevice()
+    return {function.name: register(function, lane) for function in FUNCTIONS}
 
 
 def register(function: Function, lane: Callable[..., tuple[torch.Tensor, ...]]) -> Any:

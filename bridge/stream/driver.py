@@ -146,7 +146,7 @@ class Driver:
 
     def check_current(self, what: str) -> None:
         """Raises ``ValueError`` unless torch's current device is this one: launches go to the current one's context."""
-        current = torch.cuda.current_device()
+        current = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks, once it is initialised
         if current != self.device.index:
             raise ValueError(f"{what}: expected torch's current device to be {self.device}, got cuda:{current}")
 
@@ -162,11 +162,16 @@ class Kernel:
         sizes = [ctypes.c_uint(n) for n in (*launch.grid, *launch.threads, launch.shared_bytes)]
         self._before = (function, *sizes)
         self._after = (ctypes.c_void_p * count)(*[first + 8 * i for i in range(count)]), ctypes.c_void_p(None)
+        self.launch_on(0)
         self._call, self._error = driver.launch_function, driver.error
         self._what = f"{what}: {launch.kernel!r} on a grid of {launch.grid}"
 
-    def launch(self, stream: ctypes.c_void_p) -> None:
-        status = self._call(*self._before, stream, *self._after)
+    def launch_on(self, stream: int) -> None:
+        """Says on which stream, from now on."""
+        self._arguments = (*self._before, ctypes.c_void_p(stream), *self._after)
+
+    def launch(self) -> None:
+        status = self._call(*self._arguments)
         if status:
             raise DriverError(f"{self._what}: the launch failed: {self._error(status)}")
 

@@ -86,7 +86,8 @@ class Launcher:
             self._point(("constant", number), tensor.data_ptr())
         buffers = [("parameter", i) for i in range(len(program.parameters))] + [("output", i) for i in self._fresh]
         self._call_places = [self._places.get(buffer, []) for buffer in buffers]
-        self._last: tuple[int, ...] | None = None  # the stream and the addresses that kernels point to
+        self._stream: int | None = None  # that kernels are launched on
+        self._last: tuple[int, ...] | None = None  # addresses that they point to
         self._lock = threading.Lock()  # from pointing to the last launch: the driver's calls let other threads run
         self._apart: set[tuple[int, ...]] = set()  # addresses that were found not to overlap
 
@@ -150,17 +151,21 @@ class Launcher:
         driver.check_current(self.program.name)
         stream = driver.stream()
         with self._lock:
-            if (stream, *addresses) != self._last:
-                self._last = None
+            if stream != self._stream:
+                self._stream = self._last = None
                 for number, tensor in enumerate(self._temporaries_on(stream)):
                     self._point(("temporary", number), tensor.data_ptr())
+                for kernel in self._kernels:
+                    kernel.launch_on(stream)
+                self._stream = stream
+            if addresses is not self._last and addresses != self._last:
+                self._last = None
                 for address, places in zip(addresses, self._call_places, strict=True):
                     for array, i, offset in places:
                         array[i] = address + offset
-                self._last = stream, *addresses
-            on = ctypes.c_void_p(stream)
+            self._last = addresses
             for kernel in self._kernels:
-                kernel.launch(on)
+                kernel.launch()
 
     def _temporaries_on(self, stream: int) -> list[torch.Tensor]:
         found = self._temporaries.get(stream)
@@ -176,7 +181,7 @@ class Launcher:
             and tensor.shape == shape
             and tensor.device == self._driver.device
             and tensor.is_contiguous()
-            and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj())
+            and not (tensor.requires_grad or tensor.is_neg())
         ):
             address = tensor.data_ptr()
             if address and address % (ALIGNMENT if role == "parameter" else self._driver.alignment) == 0:
@@ -195,8 +200,8 @@ class Launcher:
             got += f" with strides {tensor.stride()}"
         elif tensor.requires_grad:
             got += " that requires grad: call .detach()"
-        elif tensor.is_neg() or tensor.is_conj():
-            got += " with its negative or conjugate bit set: call .resolve_neg() or .resolve_conj()"
+        elif tensor.is_neg():
+            got += " with its negative bit set: call .resolve_neg()"
         elif tensor.device == device:
             got += f" at {tensor.data_ptr():#x}"
         raise ValueError(f"{name}: expected {expected}, got {got}")

@@ -10,7 +10,7 @@ import torch
 
 from bridge import ops
 from bridge.stream import Function, Jit, Stream
-from bridge.stream.custom import register, schema_of
+from bridge.stream.custom import operators, register, schema_of
 from bridge.stream.program import Array
 from jax_mla import IndexLayout, kv_layout, select
 from jax_mla.aot.chips import CHIPS
@@ -155,3 +155,15 @@ def with_default(*, k: int = 3):
 def test_static_arguments_have_no_defaults():
     with pytest.raises(TypeError, match="f: k: expected no default, got 3"):
         schema_of(Function("f", with_default, ("x",), ("y",)))
+
+
+def test_all_are_registered_by_one_call_and_run_where_their_tensors_are():
+    assert operators() is operators() and set(operators()) == {x.name for x in ops.FUNCTIONS}
+    _, (logits, lengths), static = calls("e4m3fn")["select"]
+    numbers = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    counts = torch.arange(T, dtype=torch.int32) * 500
+    chosen = torch.ops.jax_mla.select(numbers, counts, **static)
+    assert torch.equal(chosen, Jit()(ops.SELECT, numbers, counts, **static)[0])
+    _, arrays, static = calls("e4m3fn")["kv_write"]
+    with pytest.raises(RuntimeError, match="kv_write: pool: expected to be written in place, got a result elsewhere"):
+        torch.ops.jax_mla.kv_write(*zeros(arrays), **static)
