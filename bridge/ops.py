@@ -94,11 +94,10 @@ def _topk_prefill(*, page_size: int, preshuffle: bool, fp8: str, interleaved: bo
     return topk
 
 
-def _attend(*, layout: str, fp8: str, softmax_scale: float):
+def _slots_of():
     from jax_mla import slots_of
 
-    sparse_mla = _sparse_mla(layout=layout, fp8=fp8, softmax_scale=softmax_scale)
-    return lambda q_nope, q_rope, pool, *seen: sparse_mla(q_nope, q_rope, pool, slots_of(*seen))[0]
+    return slots_of
 
 
 KV_WRITE = Function("kv_write", _kv_write, ("pool", "slots", "k_nope", "k_rope"), (), ("pool",))
@@ -122,7 +121,7 @@ INDEX_LOGITS_RAGGED = Function(
 SELECT = Function("select", _select, ("logits", "lengths"), ("positions",))
 SPARSE_MLA = Function("sparse_mla", _sparse_mla, ("q_nope", "q_rope", "pool", "slots"), ("out", "lse"))
 
-# Several ops in one call, as a layer has them after its writes. Tokens are selected as positions in their request.
+# Several ops in one call, as a layer has them after its write. Tokens are selected as positions in their request.
 TOPK_DECODE = Function(
     "topk_decode",
     _topk_decode,
@@ -135,9 +134,10 @@ TOPK_PREFILL = Function(
     ("q", "weights", "cos_sin", "positions", "pool", "k_slots", "starts", "lengths"),
     ("topk",),
 )
-ATTEND = Function("attend", _attend, ("q_nope", "q_rope", "pool", "topk", "table", "rows", "lengths"), ("out",))
+# A function of its own, and no part of the attention, which then is compiled once for tables of all sizes.
+SLOTS_OF = Function("slots_of", _slots_of, ("positions", "table", "rows", "lengths"), ("slots",))
 
 FUNCTIONS = (
     *(KV_WRITE, INDEX_WRITE, INDEX_QUERY, INDEX_LOGITS_PAGED, INDEX_LOGITS_RAGGED, SELECT, SPARSE_MLA),
-    *(TOPK_DECODE, TOPK_PREFILL, ATTEND),
+    *(TOPK_DECODE, TOPK_PREFILL, SLOTS_OF),
 )

@@ -38,7 +38,7 @@ def main(rows: int, result: str) -> None:
     for call in bound:
         call()
     torch.save(
-        {name: layer.tensors[name].cpu() for name in ("lengths", "topk", "out", "kv_pool", "index_pool")}, result
+        {name: layer.tensors[name].cpu() for name in ("lengths", "topk", "out", "lse", "kv_pool", "index_pool")}, result
     )
     clients = "none"
     if sys.modules.get("jax"):

@@ -69,7 +69,9 @@ class Layer:
             index_pool=(torch.uint8, pages + 1, s.page * 132),
             kv_pool=(bf16 if s.layout == "bf16" else torch.uint8, (pages + 1) * s.page, ROW_ELEMENTS[s.layout]),
             topk=(i32, t, s.k),
+            chosen=(i32, t, s.k),
             out=(bf16, t, s.heads, 512),
+            lse=(f32, t, s.heads),
         )
         self.tensors = {n: torch.zeros(shape, dtype=dtype, device=device) for n, (dtype, *shape) in kinds.items()}
         angles = torch.outer(torch.arange(s.context), 1e4 ** (-torch.arange(32) / 32))
@@ -84,12 +86,14 @@ class Layer:
         pages = dict(page_size=s.page, preshuffle=False, fp8=s.fp8)
         keys = ("index_pool", "slots", "k", "norm_weight", "norm_bias", "cos_sin", "positions")
         query = ("q", "weights", "cos_sin", "positions", "index_pool", "table", "requests", "lengths")
-        attend = ("q_nope", "q_rope", "kv_pool", "topk", "table", "requests", "lengths")
+        seen = ("topk", "table", "requests", "lengths")
+        attend = ("q_nope", "q_rope", "kv_pool", "chosen")
         return [
             (ops.INDEX_WRITE, keys, (), pages | rope | dict(eps=1e-6)),
             (ops.TOPK_DECODE, query, ("topk",), pages | rope | dict(max_len=s.context, k=s.k)),
             (ops.KV_WRITE, ("kv_pool", "slots", "k_nope", "k_rope"), (), mla),
-            (ops.ATTEND, attend, ("out",), mla | dict(softmax_scale=192**-0.5)),
+            (ops.SLOTS_OF, seen, ("chosen",), {}),
+            (ops.SPARSE_MLA, attend, ("out", "lse"), mla | dict(softmax_scale=192**-0.5)),
         ]
 
     def fill(self, lane) -> None:

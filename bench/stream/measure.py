@@ -85,7 +85,7 @@ def replays(stream: Stream, jit: Jit, device: torch.device, shape: Shape, steps:
         layer.step(number)
         graph.replay()
         layer.run(jit, eager)
-        for name in ("topk", "out", "index_pool", "kv_pool"):
+        for name in ("topk", "out", "lse", "index_pool", "kv_pool"):
             same(f"step {number}: {name}", layer.tensors[name], eager[name])
         lengths = layer.tensors["lengths"]
         rows += int((lengths > 0).sum())

@@ -24,14 +24,14 @@ def cases(lane, device: torch.device, fp8: str) -> Iterator[Case]:
             t = layer.tensors
             label = f"{layout}, {heads} heads"
             for function, names, _, static in layer.calls():
-                shared = function not in (ops.KV_WRITE, ops.ATTEND)
-                if (shared and layer.shape == Shape(layout="bf16", heads=16, fp8=fp8)) or (
-                    not shared and (heads == 16 or function is ops.ATTEND)
+                of_layout = function in (ops.KV_WRITE, ops.SPARSE_MLA)
+                first = layer.shape == Shape(layout="bf16", fp8=fp8)
+                if (
+                    function is ops.SPARSE_MLA
+                    or (function is ops.KV_WRITE and heads == 16)
+                    or (first and not of_layout)
                 ):
-                    yield ("" if shared else label), function, tuple(t[n] for n in names), static
-            slots = torch.where(t["topk"] >= 0, t["table"].gather(1, t["topk"].clamp(min=0).long()), -1)
-            mla = layer.calls()[-1][-1]
-            yield label, ops.SPARSE_MLA, (t["q_nope"], t["q_rope"], t["kv_pool"], slots.to(torch.int32)), mla
+                    yield label if of_layout else "", function, tuple(t[n] for n in names), static
     shape, rope = layer.shape, dict(interleaved=False, hadamard=True, fp8=fp8)
     pages = dict(page_size=shape.page, preshuffle=False, fp8=fp8)
     yield "", ops.INDEX_QUERY, tuple(t[n] for n in ("q", "weights", "cos_sin", "positions")), rope

@@ -183,15 +183,17 @@ class JaxMLABackend(AttentionBackend):
 
         # All arguments are looked at before anything is written.
         batch, pool = self.batch, self.caches.kv(layer.layer_id)
-        query = rows_of(q), rows_of(q_rope.view(q_rope.shape[0], heads, -1)), pool, rows_of(topk_indices, -1)
+        seen = rows_of(topk_indices, -1), *batch.lookup, batch.rows.lengths
+        (slots,) = batch.calls.bind(ops.SLOTS_OF, *seen)()
+        query = rows_of(q), rows_of(q_rope.view(q_rope.shape[0], heads, -1))
         static = self.caches.kv_static | dict(softmax_scale=float(layer.scaling))
-        attend = batch.calls.bind(ops.ATTEND, *query, *batch.lookup, batch.rows.lengths, **static)
+        attend = batch.calls.bind(ops.SPARSE_MLA, *query, pool, slots, **static)
         if save_kv_cache and k is not None:
             if k_rope is None:
                 raise ValueError(f"layer {layer.layer_id}: expected k_rope [T, 1, 64], got None")
             new = rows_of(k.view(-1, latent)), rows_of(k_rope.view(-1, k_rope.shape[-1]))
             self.writer.kv(batch.calls, self.caches, layer.layer_id, batch.write_plan, *new)()
-        (out,) = attend()
+        out, _ = attend()
         return metadata.pad(out[:rows].view(rows, heads * latent), q.shape[0], 0)
 
     forward_decode = forward_extend

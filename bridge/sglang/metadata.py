@@ -16,6 +16,7 @@ import torch
 
 LEAST_ROWS = 4
 LEAST_TOKENS = 256
+LEAST_PART = 16
 
 
 def bucket(size: int, least: int, most: int | None = None) -> int:
@@ -119,17 +120,18 @@ def static_decode(forward_batch, req_to_token: torch.Tensor) -> Decode:
 
 
 def rows_within(logits_bytes: int, rows: int, keys: int) -> int:
-    """As many of ``rows``, halved until float32 logits over ``keys`` take ``logits_bytes`` at most.
+    """As many of ``rows``, a power of two, as float32 logits over ``keys`` in ``logits_bytes`` allow; ``LEAST_PART`` at
+    least, whose int32 are as long as memory must be aligned.
 
-    Raises ``ValueError`` where the least number of rows is still too much.
+    Raises ``ValueError`` where that is still too much.
     """
     part = rows
-    while part > LEAST_ROWS and 4 * part * keys > logits_bytes:
-        part = -(-part // 2)
+    while part > LEAST_PART and 4 * part * keys > logits_bytes:
+        part //= 2
     if 4 * part * keys > logits_bytes:
         raise ValueError(
-            f"extend_seq_lens: expected at most {logits_bytes // (4 * LEAST_ROWS):,} tokens, cached and new, in one "
-            f"prefill batch, got {keys:,} in {rows} rows"
+            f"extend_seq_lens: expected at most {logits_bytes // (4 * part):,} tokens, cached and new, in one prefill "
+            f"batch, got {keys:,}"
         )
     return part
 

@@ -4,7 +4,6 @@ Everything that a launch needs is made beforehand, so a call allocates nothing b
 for, waits for nothing, and can be captured in a graph, which then holds the addresses.
 """
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial

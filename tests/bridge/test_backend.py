@@ -165,12 +165,12 @@ def half_precision(given, picked):
 WRONG = [
     (rows_too_few, ValueError, r"^q: expected 5 rows or more, got 3"),
     (selection_too_short, ValueError, r"topk_indices 2$"),
-    (selection_of_int64, ValueError, r"^attend: topk: expected one of .*got torch.int64"),
+    (selection_of_int64, ValueError, r"^slots_of: positions: expected one of .*got torch.int64"),
     (no_selection, ValueError, r"expected q_rope and topk_indices, got Tensor and NoneType"),
     (no_rope, ValueError, r"expected q_rope and topk_indices, got NoneType and Tensor"),
     (no_key_rope, ValueError, r"expected k_rope \[T, 1, 64\], got None"),
     (sinks, NotImplementedError, r"got \['attn_sink'\]: not served yet"),
-    (half_precision, ValueError, r"^attend: q_nope: expected one of .*got torch.float64"),
+    (half_precision, ValueError, r"^sparse_mla: q_nope: expected one of .*got torch.float64"),
 ]
 
 

@@ -70,9 +70,9 @@ def test_bf16_with_interleaved_pages(kit):
     run(kit, "dsa_sparse_decode_long_prefix", fp8_kv_cache=False, loc_layout="interleaved_pages")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_fp8(kit, case, monkeypatch):
-    """The kit fills the cached prefix through the pool's own writer, a Triton kernel; here jax_mla packs those rows."""
+@pytest.fixture
+def fp8_prefixes(kit, monkeypatch):
+    """The kit fills a cached prefix through the pool's own writer, a Triton kernel; here jax_mla packs those rows."""
     from bridge.dlpack import to_jax, to_torch
     from jax_mla.layouts import KV_FP8_656
     from jax_mla.ops.kv_write import kv_pack
@@ -82,4 +82,8 @@ def test_fp8(kit, case, monkeypatch):
         pool.kv_buffer[layer.layer_id][slots] = to_torch(kv_pack(latent, rope, layout=KV_FP8_656))[:, None]
 
     monkeypatch.setattr(kit.DSATokenToKVPool, "set_mla_kv_buffer", write)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp8(kit, case, fp8_prefixes):
     run(kit, case, fp8_kv_cache=True)

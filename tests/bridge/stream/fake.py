@@ -39,6 +39,10 @@ class FakeDriver(Driver):
         self.fake.fake_log.restype = ctypes.c_char_p
         self.fake.fake_reset()
 
+    def kernel(self, module: int, launch: Launch, what: str):
+        self.fake.fake_arity(launch.kernel.encode(), len(launch.pointers))
+        return super().kernel(module, launch, what)
+
     def stream(self) -> int:
         return self.on
 

@@ -8,9 +8,9 @@
 #include <string.h>
 
 static char text[1 << 20];
-static struct { char name[128]; int arity; } kernels[256];
+static struct { char name[128]; int arity; } kernels[1024];
 static int count, next_status;
-static struct { char name[128]; int arity; } known[64];
+static struct { char name[128]; int arity; } known[1024];
 static int known_count;
 
 #define NOTE(...) snprintf(text + strlen(text), sizeof text - strlen(text), __VA_ARGS__)

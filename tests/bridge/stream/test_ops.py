@@ -58,11 +58,7 @@ def calls(fp8: str) -> dict[str, tuple[Function, tuple[Array, ...], dict[str, An
             (*(bf16(T, 64, 128), f32(T, 64)), *angles, index_pool, i32(256), i32(T), i32(T)),
             pages | rope | dict(k=2048),
         ),
-        "attend": (
-            ops.ATTEND,
-            (*(bf16(T, 16, 512), bf16(T, 16, 64)), kv_pool, i32(T, 2048), i32(16, TABLE), i32(T), i32(T)),
-            mla | dict(softmax_scale=0.1),
-        ),
+        "slots_of": (ops.SLOTS_OF, (i32(T, 2048), i32(16, TABLE), i32(T), i32(T)), {}),
         "select": (ops.SELECT, (f32(T, TABLE), i32(T)), dict(k=2048)),
         "sparse_mla": (
             ops.SPARSE_MLA,
@@ -82,7 +78,7 @@ def zeros(arrays):
     return [torch.zeros(x.shape, dtype=TORCH_DTYPES[x.dtype]) for x in arrays]
 
 
-LAUNCHES = {"topk_decode": 3, "attend": 3, "topk_prefill": 8}
+LAUNCHES = {"topk_decode": 3, "topk_prefill": 8}
 """Of a call at most; of a decode layer, with both its writes, 8."""
 
 NAMES = pytest.mark.parametrize("name", [x.name for x in ops.FUNCTIONS])
