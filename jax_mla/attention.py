@@ -128,7 +128,9 @@ def topk_decode(
     impl = dict(implementation=implementation, interpret=interpret)
     batch = (token_table, requests, lengths)
     logits = index_logits_paged(q8, weights, index_pool, *batch, layout=layout, max_len=max_len, next_n=next_n, **impl)
-    seen = (lengths[:, None] + (jnp.arange(next_n, dtype=jnp.int32) - next_n + 1)).reshape(-1)
+    seen = lengths
+    if next_n > 1:
+        seen = (lengths[:, None] + (jnp.arange(next_n, dtype=jnp.int32) - next_n + 1)).reshape(-1)
     if not as_slots:
         return select(logits, seen, k, **impl)
     return select(logits, seen, k, table=token_table, table_rows=jnp.repeat(requests, next_n), **impl)

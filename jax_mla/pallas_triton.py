@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax._src.lib.mlir import ir as _ir
+from jax._src.lib.mlir.dialects import hlo
 from jax._src.pallas.triton import lowering as _lowering
 from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering as _pallas_call_lowering
 from jax.experimental import pallas as pl
@@ -110,6 +111,112 @@ def triton_ir(f: Callable, *args, for_target: Target) -> dict[str, tuple[list[tu
     module: Any = lowered.compiler_ir("stablehlo")
     visit(module.operation)
     return kernels
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a lowered function: Triton IR as text, and how it is launched.
+
+    - `inputs`, `outputs`: numbers of ``Lowered``'s buffers; an output in an input's memory has its number.
+    """
+
+    name: str
+    ir: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A function that is kernels and nothing else, in their order. Buffers have numbers: first the parameters.
+
+    - `sizes`: bytes of each buffer. - `constants`: what those hold that nothing writes. - `results`: those returned.
+    """
+
+    kernels: tuple[Kernel, ...]
+    sizes: tuple[int, ...]
+    constants: dict[int, bytes]
+    results: tuple[int, ...]
+
+
+PASSED_ON = ("stablehlo.reshape", "stablehlo.bitcast_convert", "sdy.sharding_constraint")
+"""Operations whose result is what they are given, byte for byte."""
+
+
+class MoreThanKernels(ValueError):
+    """A function that does more than to call kernels; says what."""
+
+
+def kernels_of(f: Callable, *args, for_target: Target) -> Lowered:
+    """``jit(f)(*args)``, lowered.
+
+    Raises ``MoreThanKernels``, which names them, for operations that are no kernels.
+    """
+    with lowering_for(for_target):
+        traced = jax.jit(f, keep_unused=True).trace(*args)
+        module: Any = traced.lower(lowering_platforms=(for_target.platform,)).compiler_ir("stablehlo")
+    functions = {
+        _ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body if "sym_name" in op.attributes
+    }
+    kernels: list[Kernel] = []
+    sizes: list[int] = []
+    constants: dict[int, bytes] = {}
+    others: list[str] = []
+
+    def new(value) -> int:
+        kind: Any = _ir.RankedTensorType(value.type)
+        sizes.append(math.prod(kind.shape) * max(kind.element_type.width, 8) // 8)
+        return len(sizes) - 1
+
+    def run(function, given: list[int]) -> list[int]:
+        [block] = function.regions[0]
+        known = dict(zip(block.arguments, given, strict=True))
+        for op in (x.operation for x in block):
+            inputs = [known.get(x, -1) for x in op.operands]
+            if op.name in ("func.return", "return"):
+                return inputs
+            if op.name == "func.call":
+                outputs = run(functions[_ir.FlatSymbolRefAttr(op.attributes["callee"]).value], inputs)
+            elif op.name in PASSED_ON or (op.name == "stablehlo.convert" and op.operands[0].type == op.results[0].type):
+                outputs = inputs
+            elif op.name == "stablehlo.constant":
+                outputs = [new(op.results[0])]
+                value = np.array(_ir.DenseElementsAttr(op.attributes["value"]))
+                constants[outputs[0]] = value.tobytes()
+            elif op.name == "stablehlo.custom_call" and _text(op, "call_target_name") == KERNEL_TARGET:
+                aliases = [hlo.OutputOperandAlias(x) for x in _ir.ArrayAttr(op.attributes["output_operand_aliases"])]
+                at = {(x.output_tuple_indices or [0])[0]: inputs[x.operand_index] for x in aliases}
+                outputs = [at[i] if i in at else new(x) for i, x in enumerate(op.results)]
+                kernels.append(_kernel_of(op, inputs, outputs))
+            else:
+                others.append(op.name)
+                outputs = [new(x) for x in op.results]
+            known |= zip(op.results, outputs, strict=True)
+        raise AssertionError("a function that returns nothing")
+
+    main = functions["main"]
+    parameters = [new(x) for x in main.regions[0].blocks[0].arguments]
+    results = run(main, parameters)
+    if others:
+        raise MoreThanKernels(f"expected kernels and nothing else, got {', '.join(dict.fromkeys(others))}")
+    return Lowered(tuple(kernels), tuple(sizes), constants, tuple(results))
+
+
+def _text(op, name: str) -> str:
+    return _ir.StringAttr(op.attributes[name]).value
+
+
+def _kernel_of(op, inputs: list[int], outputs: list[int]) -> Kernel:
+    config: Any = op.attributes["mhlo.backend_config"]
+    with _lowering._new_ir_context():
+        ir = str(_ir.Module.parse(_ir.StringAttr(config["ir"]).value_bytes))
+    x, y, z, warps, stages = (
+        _ir.IntegerAttr(config[name]).value for name in ("grid_x", "grid_y", "grid_z", "num_warps", "num_stages")
+    )
+    return Kernel(_ir.StringAttr(config["name"]).value, ir, (x, y, z), warps, stages, tuple(inputs), tuple(outputs))
 
 
 KERNEL_TARGET = plgpu.CUSTOM_CALL_TARGET_NAME

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import jax
 
-from bridge.stream.program import BYTES, Array, Launch, Pointer, Program, Result
+from bridge.stream.program import Array, Launch, Pointer, Program, Result, array_of
 from jax_mla.aot import compiler, plugins
 from jax_mla.aot.chips import CHIPS
 from jax_mla.aot.executable import Executable
@@ -36,7 +36,7 @@ def build(
     executable = compiler.build(function, *arguments, chip=chip, donate=donated)
     with lowering_for(chip.target):
         shapes = jax.tree.leaves(jax.eval_shape(function, *arguments))
-    return of_executable(name, executable, parameters, [_array(name, x) for x in shapes], arch, donated)
+    return of_executable(name, executable, parameters, [array_of(name, x) for x in shapes], arch, donated)
 
 
 def of_executable(
@@ -97,9 +97,3 @@ def versions(arch: str) -> dict[str, str]:
     """What decides about the machine code, beside the function: JAX, and the plugin that has XLA's compiler."""
     wheel, _ = plugins.WHEELS[CHIPS[arch].target.platform]
     return {"jax": version("jax"), "jaxlib": version("jaxlib"), wheel: version("jax")}  # plugins.library says so
-
-
-def _array(name: str, x) -> Array:
-    if x.dtype.name not in BYTES:
-        raise ValueError(f"{name}: expected results of {sorted(BYTES)}, got {x.dtype.name}")
-    return Array(tuple(x.shape), x.dtype.name)

@@ -1,9 +1,9 @@
 """Programs on disk, under a hash of what decides about them, so that a server starts without compiling.
 
 The hash is of the function: its name, arrays, results and static arguments, where it is written down and that file; of
-the chip; of the text of ``jax_mla``, ``bridge.ops`` and this package; of XLA_FLAGS and JAX's default precision of
-products. The compiler's versions stand in the file, and a file of other versions than those installed is built anew. So
-looking up needs neither JAX nor a compiler, and a folder that was filled elsewhere serves.
+the chip and the compiler; of the text of ``jax_mla``, ``bridge.ops`` and this package; of XLA_FLAGS and JAX's default
+precision of products. The compiler's versions stand in the file, and a file of other versions than those installed is
+built anew. So looking up needs neither JAX nor a compiler, and a folder that was filled elsewhere serves.
 """
 
 import hashlib
@@ -26,6 +26,8 @@ logger = logging.getLogger("jax_mla")
 
 VARIABLE = "JAX_MLA_CACHE"
 SUFFIX = ".program"
+
+COMPILER = "JAX_MLA_COMPILER"
 
 
 def folder() -> Path:
@@ -55,6 +57,14 @@ def _text_of(code) -> str:
     return hashlib.sha256(file.read_bytes() if file.is_file() else marshal.dumps(code)).hexdigest()
 
 
+def compiler() -> str:
+    """What compiles programs: ``$JAX_MLA_COMPILER``, "xla" if it is not set; raises ``ValueError`` for another name."""
+    name = os.environ.get(COMPILER) or "xla"
+    if name not in ("xla", "triton"):
+        raise ValueError(f"{COMPILER}: expected xla or triton, got {name!r}")
+    return name
+
+
 def key(function, arrays: tuple[Array, ...], static: dict[str, Any], arch: str) -> str:
     """The hash of a ``lane.Function`` of ``arrays``; raises ``TypeError`` for a static argument that isn't plain."""
     for argument, value in static.items():
@@ -72,6 +82,7 @@ def key(function, arrays: tuple[Array, ...], static: dict[str, Any], arch: str) 
         arrays=[str(x) for x in arrays],
         static=plain(static),
         arch=arch,
+        compiler=compiler(),
         sources=sources(),
         flags=os.environ.get("XLA_FLAGS", ""),
         precision=jax and jax.config.jax_default_matmul_precision,

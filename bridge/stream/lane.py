@@ -58,22 +58,29 @@ class Function:
         """The program of arrays like ``arrays``: kept, or built and then kept."""
         hashed = disk.key(self, arrays, static, arch)
         program = disk.get_or(self.name, hashed, partial(self._build, arrays, arch, static))
-        self._check(program, arrays, f"; delete {disk.path_of(self.name, hashed)}")
-        return program
+        return self._check(program, arrays, f"; delete {disk.path_of(self.name, hashed)}")
 
     def _build(self, arrays: tuple[Array, ...], arch: str, static: dict[str, Any]) -> Program:
-        from bridge.stream.build import build  # needs JAX
+        from bridge.stream import build, triton  # which need JAX
+        from jax_mla.pallas_triton import MoreThanKernels
 
-        logger.info("jax_mla: compiling %s for %s, %s, %s", self.name, arch, _listed(arrays), static)
-        program = build(self.name, self.make(**static), arrays, arch, self.donated)
-        self._check(program, arrays)
-        return program
+        how = self.name, self.make(**static), arrays, arch, self.donated
+        said = "jax_mla: compiling %s with %s for %s, %s, %s"
+        if disk.compiler() == "triton":
+            logger.info(said, self.name, "Triton", arch, _listed(arrays), static)
+            try:
+                return self._check(triton.build(*how), arrays)
+            except MoreThanKernels as e:
+                logger.warning("jax_mla: XLA compiles %s, although Triton was asked for: %s", self.name, e)
+        logger.info(said, self.name, "XLA", arch, _listed(arrays), static)
+        return self._check(build.build(*how), arrays)
 
-    def _check(self, program: Program, arrays: tuple[Array, ...], advice: str = "") -> None:
+    def _check(self, program: Program, arrays: tuple[Array, ...], advice: str = "") -> Program:
         wanted = self.name, arrays, (*self.donated, *[None] * len(self.results))
         got = program.name, program.parameters, tuple(x.parameter for x in program.results)
         if got != wanted:
             raise ValueError(f"{self.name}: expected a program of {_words(*wanted)}, got {_words(*got)}{advice}")
+        return program
 
 
 def _words(name: str, arrays: tuple[Array, ...], results: tuple[int | None, ...]) -> str:

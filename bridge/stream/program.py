@@ -9,7 +9,7 @@ import math
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 FORMAT = 1
 
@@ -46,6 +46,13 @@ class Array:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+def array_of(name: str, x: Any) -> Array:
+    """What ``x``, with a shape and a dtype of JAX's, is; raises ``ValueError`` for a dtype that may not cross."""
+    if x.dtype.name not in BYTES:
+        raise ValueError(f"{name}: expected results of {sorted(BYTES)}, got {x.dtype.name}")
+    return Array(tuple(x.shape), x.dtype.name)
 
 
 @dataclass(frozen=True)
