@@ -34,7 +34,7 @@ from jax_mla import (
 from jax_mla.ops.index_logits_paged.config import Config as PagedConfig
 from jax_mla.ops.index_logits_ragged.config import Config as RaggedConfig
 from jax_mla.ops.sparse_mla.config import Config as SparseConfig
-from jax_mla.pallas_triton import GFX942, GFX950, H200, KERNEL_TARGET, lower, triton_ir
+from jax_mla.pallas_triton import GFX942, GFX950, H200, KERNEL_TARGET, MoreThanKernels, kernels_of, lower, triton_ir
 
 FN_TARGETS = [GFX950, H200]
 TARGETS = {E4M3FN: FN_TARGETS, E4M3FNUZ: [GFX942], None: [GFX942, *FN_TARGETS]}
@@ -251,6 +251,20 @@ def test_fp8_products_are_added_up_as_asked_for(imprecise):
         [(_, text)] = triton_ir(f, *args, for_target=H200).values()
         [dot] = re.findall(r"tt\.dot .*f8E4M3FN.*", text)
         assert ("maxNumImpreciseAcc = 1073741824" in dot) == imprecise
+
+
+def test_a_function_as_its_kernels():
+    """Buffers by number: parameters, the constant that is one scale, what lies between two kernels, results."""
+    f = partial(sparse_mla, layout=KV_BF16, softmax_scale=0.1, implementation="pallas")
+    args = bf16(4, 16, 512), bf16(4, 16, 64), bf16(256, 576), i32(4, 2048)
+    found = kernels_of(f, *args, for_target=H200)
+    first, merge = found.kernels
+    assert (first.name, merge.name) == ("sparse_mla_bf16", "sparse_mla_merge")
+    assert set(range(4)) <= set(first.inputs) and merge.inputs == first.outputs and merge.outputs == found.results
+    assert found.sizes[:4] == tuple(math.prod(x.shape) * x.dtype.itemsize for x in args)
+    assert [len(x) for x in found.constants.values()] == [4] and first.ir.startswith("module") and first.grid[0] == 4
+    with pytest.raises(MoreThanKernels, match="got stablehlo.sine, stablehlo.add$"):
+        kernels_of(lambda x: jnp.sin(x) + x, f32(8), for_target=GFX942)
 
 
 def test_one_module_owns_pallas_and_what_is_private():
