@@ -125,12 +125,15 @@ def device() -> Iterator[Finding]:
     import torch
 
     from bridge.dlpack import torch_device_type
+    from bridge.stream.lane import chosen
     from jax_mla.pallas_triton import target
 
     chip = target()
     on_gpu = torch.cuda.is_available()
     found = f"JAX {chip.platform} ({chip.kind}, {len(jax.devices())}), torch {'cuda' if on_gpu else 'cpu'}"
-    if on_gpu and not chip.is_gpu:
+    if on_gpu and not chip.is_gpu and chosen("cuda") == "stream":
+        yield Finding("device", "ok", f"{found}; the stream lane needs no JAX on the GPU")
+    elif on_gpu and not chip.is_gpu:
         extra = "rocm" if torch.version.hip else "cuda"
         yield Finding("device", "fail", found, f"JAX sees no GPU: pip install '.[{extra}]', unset JAX_PLATFORMS")
     elif not on_gpu and torch_device_type() == "cuda":
@@ -266,9 +269,13 @@ def lanes() -> Iterator[Finding]:
     from bridge.dlpack import torch_device_type
     from bridge.ops import SELECT
     from bridge.stream import Jit, Stream
+    from bridge.stream.lane import VARIABLE, chosen
 
     if not torch.cuda.is_available():
         yield Finding("lanes", "ok", "jit: a CPU has no other")
+        return
+    if chosen("cuda") == "jit":
+        yield Finding("lanes", "ok", f"jit, as {VARIABLE} asks; without graphs")
         return
     device = torch.device("cuda", torch.cuda.current_device())
     stream, draw = Stream.of(device), torch.Generator(device).manual_seed(0)
@@ -282,7 +289,7 @@ def lanes() -> Iterator[Finding]:
         else:
             yield Finding("lanes", "fail", "select by the jit and the stream lane: not the same bytes", stream_advice)
     else:
-        yield Finding("lanes", "warn", "JAX sees no GPU here, so there is no jit lane to compare with")
+        yield Finding("lanes", "ok", "stream; JAX sees no GPU here, so there is no jit lane to compare with")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = stream(SELECT, logits, lengths, k=512)

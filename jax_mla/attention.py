@@ -126,8 +126,8 @@ def topk_decode(
     Returns int32 ``[B * next_n, k]``. Raises what ``index_logits_paged`` and ``select`` raise.
     """
     impl = dict(implementation=implementation, interpret=interpret)
-    batch = (token_table, requests, lengths)
-    logits = index_logits_paged(q8, weights, index_pool, *batch, layout=layout, max_len=max_len, next_n=next_n, **impl)
+    batch, how = (token_table, requests, lengths), dict(layout=layout, max_len=max_len, next_n=next_n, fill=False)
+    logits = index_logits_paged(q8, weights, index_pool, *batch, **how, **impl)
     seen = lengths
     if next_n > 1:
         seen = (lengths[:, None] + (jnp.arange(next_n, dtype=jnp.int32) - next_n + 1)).reshape(-1)

@@ -161,7 +161,7 @@ class Layer:
 
     def bind(self, stream: Stream) -> list[Callable[[], Any]]:
         """The calls, which write their results into this layer's own tensors."""
-        bound = []
+        bound: list[Callable[[], Any]] = []
         for function, names, results, static in self.calls():
             given = tuple(self.tensors[n] for n in names)
             launcher = stream.launcher(function, arrays_of(function, given), **static)

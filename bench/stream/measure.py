@@ -73,7 +73,7 @@ def functions(stream: Stream, jit: Jit, device: torch.device, fp8: str) -> Itera
 
 def replays(stream: Stream, jit: Jit, device: torch.device, shape: Shape, steps: int) -> dict:
     """A layer captured once and replayed ``steps`` times over other batches, each step beside the jit lane, which has
-    pools of its own; all results and both pools bitwise."""
+    pools of its own; all results and both pools bitwise, and every 20th beside the ops' references."""
     layer = Layer(shape, device)
     layer.fill(stream)
     layer.step(0)
@@ -93,6 +93,8 @@ def replays(stream: Stream, jit: Jit, device: torch.device, shape: Shape, steps:
         edges += int(((lengths > 1) & (lengths % shape.page == 1)).sum())
         if not bool(torch.isfinite(layer.tensors["out"]).all()):
             raise AssertionError(f"step {number}: expected finite results, got some that are not")
+        if number % REFERENCE_EVERY == 0:
+            against_reference(f"step {number}", layer)
     return dict(
         what="replays",
         layer=str(shape),
@@ -103,6 +105,45 @@ def replays(stream: Stream, jit: Jit, device: torch.device, shape: Shape, steps:
         rows_on_new_pages=edges,
         launches=layer.launches(stream),
     )
+
+
+REFERENCE_EVERY = 20
+
+
+def against_reference(where: str, layer: Layer) -> None:
+    """Raises unless a step's selection and attention are what the ops' references make of the same pools: all but a
+    hundredth of the tokens, which may be near-ties of FP8 scores, and ``calc_diff`` of 5e-6."""
+    from bridge.dlpack import to_jax, to_torch
+    from jax_mla import IndexLayout, index_query, kv_layout, sparse_mla, topk_decode
+    from jax_mla.fp8 import fp8_format
+
+    shape = layer.shape
+    how: dict[str, Any] = dict(implementation="reference")
+    t = {name: to_jax(x, name) for name, x in layer.tensors.items()}
+    _, (_, _, _, topk), _, _, (_, _, _, attend) = layer.calls()
+    fp8, index = fp8_format(shape.fp8), IndexLayout(shape.page, fp8_format(shape.fp8))
+    query = t["q"], t["weights"], t["cos_sin"], t["positions"]
+    q8, folded = index_query(*query, fp8=fp8, interleaved=topk["interleaved"], hadamard=topk["hadamard"], **how)
+    seen = t["index_pool"], t["table"], t["requests"], t["lengths"]
+    static = dict(k=shape.k, layout=index, max_len=shape.context, as_slots=False)
+    expected = to_torch(topk_decode(q8, folded, *seen, **static, **how))
+    for row, (ours, theirs) in enumerate(zip(layer.tensors["topk"], expected, strict=True)):
+        count = int((theirs >= 0).sum())
+        found = int(torch.isin(ours[ours >= 0], theirs[theirs >= 0]).sum())
+        if int((ours >= 0).sum()) != count or found < 0.99 * count:
+            raise AssertionError(f"{where}, row {row}: expected the reference's {count} tokens, got {found} of them")
+    layout = kv_layout(shape.layout, attend["fp8"])
+    given = t["q_nope"], t["q_rope"], t["kv_pool"], t["chosen"]
+    out, lse = sparse_mla(*given, layout=layout, softmax_scale=attend["softmax_scale"], **how)
+    for name, reference in (("out", out), ("lse", lse)):
+        ours, theirs = layer.tensors[name].double(), to_torch(reference).double()
+        finite = torch.isfinite(theirs)
+        if not torch.equal(finite, torch.isfinite(ours)):
+            raise AssertionError(f"{where}: {name}: expected -inf where the reference has it")
+        ours, theirs = ours[finite], theirs[finite]
+        error = float(1 - 2 * (ours * theirs).sum() / (ours**2 + theirs**2).sum()) if ours.any() else 0.0
+        if not error <= 5e-6:
+            raise AssertionError(f"{where}: {name}: expected a calc_diff of 5e-6 at most, got {error:.2g}")
 
 
 def capture(calls: list[Callable[[], Any]], times: int = 1) -> torch.cuda.CUDAGraph:

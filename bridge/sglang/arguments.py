@@ -63,7 +63,8 @@ def resolve(server_args, previous) -> None:
     if not chosen(resolving_view(server_args)):
         return previous(server_args)
     refuse_unsupported(resolving_view(server_args))
-    on = lane.chosen("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available() and resolving_view(server_args).device != "cpu"
+    on = lane.chosen("cuda" if on_gpu else "cpu")
     previous(server_args)
     for phase in (Phase.PREFILL,) if on == "stream" else (Phase.PREFILL, Phase.DECODE):
         config = with_phase(resolving_view(server_args).cuda_graph_config, phase, backend=Backend.DISABLED)

@@ -90,8 +90,14 @@ class JaxMLABackend(AttentionBackend):
             device = torch.device("cuda", torch.cuda.current_device())
         self.lane = lane_for(device)
         self.writer = writer_for(device)
-        self.batch: Batch | None = None
         logger.info("jax_mla: serving %s, on the %s lane", self.caches, self.lane.name)
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch under way; None where it has no rows. It lies where SGLang looks for it, and puts None."""
+        batch = self.forward_metadata
+        assert batch is None or isinstance(batch, Batch)
+        return batch
 
     @property
     def req_to_token(self) -> torch.Tensor:
@@ -103,13 +109,13 @@ class JaxMLABackend(AttentionBackend):
         self._take(metadata.build(forward_batch, self.req_to_token))
 
     def _take(self, rows: metadata.Prefill | metadata.Decode | None) -> None:
-        self.batch = None
+        self.forward_metadata = None
         if rows is None:
             return
         lookup = (
             (rows.k_slots, rows.starts) if isinstance(rows, metadata.Prefill) else (self.req_to_token, rows.requests)
         )
-        self.batch = Batch(rows, lookup, self.writer.plan(self.caches, rows.write_slots), Calls(self.lane))
+        self.forward_metadata = Batch(rows, lookup, self.writer.plan(self.caches, rows.write_slots), Calls(self.lane))
 
     # Decode in a graph: the metadata is made in it, from SGLang's static tensors, and so needs nothing at a replay.
 

@@ -6,6 +6,7 @@ model: that happens in ``_create``, which runs in the scheduler only, and only i
 
 import logging
 import os
+import sys
 from importlib.metadata import version
 
 from bridge.sglang import arguments, contract
@@ -61,15 +62,19 @@ def _settle_jax() -> None:
     """Sets what JAX reads when it is imported, which is after this, for a process that serves on a GPU."""
     from bridge.stream import lane
 
-    if lane.chosen("cuda") == "stream":
-        # It compiles for the GPU without being a client of it, and then needs none of its memory.
-        name, value, why = "JAX_PLATFORMS", "cpu", "JAX compiles here, and computes nothing"
-    else:
-        name, value = "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-        why = "JAX would take three quarters of the GPU's memory at once"
-    if name not in os.environ:
-        os.environ[name] = value
-        logger.info("jax_mla: %s=%s: %s", name, value, why)
+    # Whatever becomes its client, it must not take three quarters of the GPU's memory at once.
+    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if lane.chosen("cuda") == "stream":  # JAX compiles for the GPU, and computes nothing
+        settings["JAX_PLATFORMS"] = "cpu"
+        if "jax" in sys.modules and not os.environ.get("JAX_PLATFORMS"):
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
+    for name, value in settings.items():
+        given = os.environ.get(name)
+        if not given:
+            os.environ[name] = value
+            logger.info("jax_mla: %s=%s", name, value)
+        elif given != value:
+            logger.warning("jax_mla: %s=%s is left as it is: JAX may take memory of the GPU", name, given)
 
 
 def _register_refusal(problem: str) -> None:

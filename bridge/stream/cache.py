@@ -6,6 +6,7 @@ precision of products. The compiler's versions stand in the file, and a file of 
 built anew. So looking up needs neither JAX nor a compiler, and a folder that was filled elsewhere serves.
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -14,7 +15,8 @@ import marshal
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,17 +39,38 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jax-mla", "programs")
 
 
-@cache
-def sources() -> str:
-    """A hash of the files of ``jax_mla``, which isn't imported for it, and of those here that make programs."""
+def _files() -> list[Path]:
+    """Those of ``jax_mla``, which isn't imported for it, and those here that make programs."""
     spec = importlib.util.find_spec("jax_mla")
     assert spec is not None and spec.submodule_search_locations
     root, here = Path(spec.submodule_search_locations[0]), Path(__file__).parent
+    return sorted([*root.rglob("*.py"), *here.glob("*.py"), here.parent / "ops.py"])
+
+
+def _hash_of(files: list[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted([*root.rglob("*.py"), *here.glob("*.py"), here.parent / "ops.py"]):
+    for path in files:
         digest.update(f"{path.parent.name}/{path.name}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+@cache
+def sources() -> str:
+    """A hash of ``_files``."""
+    return _hash_of(_files())
+
+
+def _started() -> float:
+    """When this process started, in seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    (boot,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def changed(files: list[Path] | None = None) -> bool:
+    """Whether one of ``_files`` is newer than this process, which may then run what was there before."""
+    return max(path.stat().st_mtime for path in files or _files()) > _started()
 
 
 @cache
@@ -73,7 +96,6 @@ def key(function, arrays: tuple[Array, ...], static: dict[str, Any], arch: str) 
                 f"{function.name}: {argument}: expected text, a number or a bool, got {type(value).__name__}"
             )
     code = function.make.__code__
-    jax = sys.modules.get("jax")
     what = dict(
         format=FORMAT,
         name=function.name,
@@ -85,9 +107,16 @@ def key(function, arrays: tuple[Array, ...], static: dict[str, Any], arch: str) 
         compiler=compiler(),
         sources=sources(),
         flags=os.environ.get("XLA_FLAGS", ""),
-        precision=jax and jax.config.jax_default_matmul_precision,
+        settings=[_setting("jax_default_matmul_precision", None), _setting("jax_enable_x64", False)],
     )
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _setting(name: str, default: Any) -> str:
+    """JAX's, or what JAX would have where it isn't imported."""
+    jax = sys.modules.get("jax")
+    value = getattr(jax.config, name) if jax else os.environ.get(name.upper()) or default
+    return str(value).lower().replace("1", "true") if isinstance(default, bool) else str(value)
 
 
 def plain(static: dict[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -137,12 +166,43 @@ def put(name: str, hashed: str, program: Program) -> Path:
 
 
 def get_or(name: str, hashed: str, build: Callable[[], Program]) -> Program:
-    """What is kept, else what ``build`` gives, kept from then on."""
+    """What is kept, else what ``build`` gives, kept from then on. Of several processes one builds, the others wait.
+
+    What can't be kept is built all the same, and the log says why: a folder that can't be written, and sources that
+    were changed while this process ran, under whose hash something else would lie.
+    """
     program = get(name, hashed)
-    if program is None:
+    if program is not None:
+        return program
+    with _alone(name, hashed):
+        program = get(name, hashed)
+        if program is not None:
+            return program
         program = build()
-        put(name, hashed, program)
+        if changed():
+            logger.warning("jax_mla: %s is not kept: its sources were changed while this process ran", name)
+            return program
+        try:
+            put(name, hashed, program)
+        except OSError as e:
+            logger.warning("jax_mla: %s is not kept: %s; %s says where programs are kept", name, e, VARIABLE)
     return program
+
+
+@contextmanager
+def _alone(name: str, hashed: str) -> Generator[None]:
+    """One process at a time, where the folder can be written."""
+    path = path_of(name, hashed).with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:  # ``put`` says so
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    path.unlink(missing_ok=True)
 
 
 def kept(arch: str | None = None) -> list[Program]:

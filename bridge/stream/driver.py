@@ -6,6 +6,7 @@ would know nothing of torch's memory and streams.
 
 import ctypes
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import torch
 from bridge.stream.program import Launch
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+ARCHS = ("gfx942", "gfx950", "sm_90")
+"""What programs are built for: ``jax_mla.aot.chips.CHIPS``, which needs JAX."""
+
 DEFAULT_SHARED_BYTES = 48 << 10  # more must be asked for, on CUDA
 
 
@@ -85,6 +89,7 @@ class Driver:
                 )
             (library,) = found
         self.interface, self.device, self.library = interface, device, library
+        self._seen = threading.local()
         handle = ctypes.CDLL(library)
         pointer = ctypes.c_void_p
         self._load = self._function(handle, interface.load, ctypes.POINTER(pointer), ctypes.c_char_p)
@@ -146,6 +151,9 @@ class Driver:
 
     def check_current(self, what: str) -> None:
         """Raises ``ValueError`` unless torch's current device is this one: launches go to the current one's context."""
+        if not getattr(self._seen, "current", False):  # a thread that has done nothing on the card has no context yet
+            torch.cuda.set_device(torch.cuda.current_device())
+            self._seen.current = True
         current = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks, once it is initialised
         if current != self.device.index:
             raise ValueError(f"{what}: expected torch's current device to be {self.device}, got cuda:{current}")

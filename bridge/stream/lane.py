@@ -23,7 +23,7 @@ from bridge.dtypes import DTYPES
 from bridge.stream import cache as disk
 from bridge.stream import driver as drivers
 from bridge.stream.driver import Driver
-from bridge.stream.launch import Launcher, Scratch
+from bridge.stream.launch import Launcher
 from bridge.stream.program import Array, Program
 
 logger = logging.getLogger("jax_mla")
@@ -173,12 +173,18 @@ class Stream:
 
     def __init__(self, driver: Driver, arch: str):
         self.driver, self.arch = driver, arch
-        self._scratch = Scratch(driver.device)
         self._launchers: dict[tuple, Launcher] = {}
 
     @staticmethod
     def of(device: torch.device) -> "Stream":
-        return Stream(drivers.for_device(device), drivers.arch_of(device))
+        """The lane of ``device``. Raises ``ValueError`` for a chip that programs can't be built for."""
+        driver, arch = drivers.for_device(device), drivers.arch_of(device)
+        if arch not in drivers.ARCHS:
+            raise ValueError(
+                f"{device}: expected one of {', '.join(drivers.ARCHS)} on the stream lane, got {arch}; "
+                f"{VARIABLE}=jit asks for the other lane"
+            )
+        return Stream(driver, arch)
 
     def __call__(self, function: Function, *tensors: torch.Tensor, out=None, **static: Any) -> tuple[torch.Tensor, ...]:
         """What ``Launcher`` gives. The first call with tensors of new shapes loads the program, and compiles it unless
@@ -193,10 +199,10 @@ class Stream:
             if self.driver.capturing():
                 raise RuntimeError(
                     f"{function.name}: expected to be prepared for {_listed(arrays)}, {static} before a "
-                    "graph is captured, got a first call during the capture: call bridge.stream's Stream.prepare"
+                    "graph is captured, got a first call during the capture: call it once before, or Stream.prepare"
                 )
             program = function.program(arrays, self.arch, **static)
-            found = self._launchers[which] = Launcher(program, self.driver, self.arch, self._scratch)
+            found = self._launchers[which] = Launcher(program, self.driver, self.arch)
         return found
 
     def prepare(

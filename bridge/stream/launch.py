@@ -1,11 +1,11 @@
 """A ``Program`` on torch's tensors: launched on torch's current stream, by their addresses.
 
-Everything that a launch needs is made beforehand, so a call allocates nothing but the results it isn't given memory
-for, waits for nothing, and can be captured in a graph, which then holds the addresses.
+Everything else that a launch needs is made beforehand: a call allocates the results that it isn't given memory for, and
+what lies between its kernels. It waits for nothing, and can be captured in a graph, which then holds the addresses.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,37 +22,18 @@ REMEMBERED = 4096  # combinations of addresses; a model's layers and the allocat
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class Scratch:
-    """Memory for what lies between a program's kernels: one block for each stream, which all programs on it use one
-    after the other. A block that turns out too small is replaced, and kept by the launchers that point into it."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._blocks: dict[int, torch.Tensor] = {}
-
-    def take(self, stream: int, sizes: Sequence[int], alignment: int) -> list[torch.Tensor]:
-        """Tensors of ``sizes`` bytes, side by side."""
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // alignment) * alignment)
-        block = self._blocks.get(stream)
-        if block is None or block.nbytes < starts[-1]:
-            block = self._blocks[stream] = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
-        return [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-
-
 class Launcher:
     """``program`` loaded on ``driver``'s device.
 
-    What lies between its kernels is in `scratch`'s memory of the stream that it is called on. Calls on one stream
-    follow one another; so must graphs that were captured on it, and calls beside those. A graph holds addresses: keep
-    the launcher as long as graphs that it was captured in.
+    What lies between its kernels is allocated by torch for each call, as results are: on torch's current stream, and in
+    a capture from the graph's own memory. A graph holds addresses: keep the launcher as long as graphs that it was
+    captured in.
 
     Raises ``RuntimeError`` while a graph is being captured, when nothing can be loaded, ``ValueError`` for code of
     another chip, and ``driver.DriverError``.
     """
 
-    def __init__(self, program: Program, driver: Driver, arch: str, scratch: Scratch | None = None):
+    def __init__(self, program: Program, driver: Driver, arch: str):
         if program.arch != arch:
             raise ValueError(f"{program.name}: expected code for {arch}, which {driver.device} is, got {program.arch}")
         if driver.capturing():
@@ -62,7 +43,6 @@ class Launcher:
             )
         driver.check_current(program.name)
         self.program, self._driver = program, driver
-        self._scratch = scratch or Scratch(driver.device)
         self._dtypes = [TORCH_DTYPES[x.dtype] for x in program.parameters]
         self._shapes = [torch.Size(x.shape) for x in program.parameters]
         self._fresh = [i for i, result in enumerate(program.results) if result.parameter is None]
@@ -72,7 +52,9 @@ class Launcher:
         ]
         device = driver.device
         self._constants = [torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for x in program.constants]
-        self._temporaries: dict[int, list[torch.Tensor]] = {}  # by stream
+        self._between = [0]  # where temporaries begin in one block, and its size
+        for size in program.temporaries:
+            self._between.append(self._between[-1] + -(-size // driver.alignment) * driver.alignment)
         modules = [driver.load(code, program.name) for code in program.codes]
         self._kernels: list[Kernel] = []
         self._places: dict[tuple[str, int], list[tuple]] = {}
@@ -84,6 +66,7 @@ class Launcher:
         for number, tensor in enumerate(self._constants):
             self._point(("constant", number), tensor.data_ptr())
         buffers = [("parameter", i) for i in range(len(program.parameters))] + [("output", i) for i in self._fresh]
+        buffers += [("temporary", i) for i in range(len(program.temporaries))]
         self._call_places = [self._places.get(buffer, []) for buffer in buffers]
         self._stream: int | None = None  # that kernels are launched on
         self._last: tuple[int, ...] | None = None  # addresses that they point to
@@ -104,22 +87,24 @@ class Launcher:
         not contiguous, not aligned (``ALIGNMENT``, ``Driver.alignment``), in autograd or of too small a storage, and
         for results that would lie in a parameter or in one another.
         """
-        addresses, results = self._look_at(tensors, out)
+        addresses, results, _between = self._look_at(tensors, out)
         self._launch(addresses)
         return results
 
     def bind(
         self, *tensors: torch.Tensor, out: Sequence[torch.Tensor] | None = None
-    ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """A call with these tensors, which are looked at now and kept: it only launches."""
+    ) -> "partial[tuple[torch.Tensor, ...]]":
+        """A call with these tensors, which are looked at now and kept, as is what it needs beside them: it only
+        launches. Memory is the stream's that is current now."""
         return partial(self._again, *self._look_at(tensors, out), tensors)
 
-    def _again(self, addresses, results, _) -> tuple[torch.Tensor, ...]:
+    def _again(self, addresses, results, *_) -> tuple[torch.Tensor, ...]:
         self._launch(addresses)
         return results
 
-    def _look_at(self, tensors, out) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...]]:
-        """The addresses of parameters and of results of their own, and all results; raises for what does not fit."""
+    def _look_at(self, tensors, out) -> tuple[tuple[int, ...], tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """The addresses of parameters, of results of their own and of temporaries; all results; and the temporaries'
+        memory. Raises for what does not fit."""
         program = self.program
         if len(tensors) != len(self._shapes):
             raise ValueError(f"{program.name}: expected {len(self._shapes)} tensors, got {len(tensors)}")
@@ -143,7 +128,12 @@ class Launcher:
                 self._apart.clear()
             self._apart.add(addresses)
         fresh = iter(out)
-        return addresses, tuple(next(fresh) if r.parameter is None else tensors[r.parameter] for r in program.results)
+        results = tuple(next(fresh) if r.parameter is None else tensors[r.parameter] for r in program.results)
+        if not program.temporaries:
+            return addresses, results, None
+        between = torch.empty(self._between[-1], dtype=torch.uint8, device=self._driver.device)
+        start = between.data_ptr()
+        return (*addresses, *[start + offset for offset in self._between[:-1]]), results, between
 
     def _launch(self, addresses: tuple[int, ...]) -> None:
         driver = self._driver
@@ -151,9 +141,7 @@ class Launcher:
         stream = driver.stream()
         with self._lock:
             if stream != self._stream:
-                self._stream = self._last = None
-                for number, tensor in enumerate(self._temporaries_on(stream)):
-                    self._point(("temporary", number), tensor.data_ptr())
+                self._stream = None
                 for kernel in self._kernels:
                     kernel.launch_on(stream)
                 self._stream = stream
@@ -165,13 +153,6 @@ class Launcher:
             self._last = addresses
             for kernel in self._kernels:
                 kernel.launch()
-
-    def _temporaries_on(self, stream: int) -> list[torch.Tensor]:
-        found = self._temporaries.get(stream)
-        if found is None:
-            found = self._scratch.take(stream, self.program.temporaries, self._driver.alignment)
-            self._temporaries[stream] = found
-        return found
 
     def _address(self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, number: int, role: str) -> int:
         if (

@@ -149,8 +149,22 @@ def test_preallocation_on_a_gpu(monkeypatch, value, status):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 << 30, 141 << 30))
     if value is not None:
         monkeypatch.setenv(doctor.PREALLOCATE, value)
+    monkeypatch.setenv("JAX_MLA_LANE", "jit")
     (finding,) = named(doctor.memory(), "XLA memory")
     assert finding.status == status and doctor.PREALLOCATE in finding.found
+    monkeypatch.setenv("JAX_MLA_LANE", "stream")
+    (finding,) = named(doctor.memory(), "XLA memory")
+    assert finding.status == "ok" and "keeps JAX on the CPU" in finding.found
+
+
+@pytest.mark.parametrize("lane, status", [("stream", "ok"), ("jit", "fail")])
+def test_jax_on_the_cpu_will_do_for_the_stream_lane_alone(monkeypatch, lane, status):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("JAX_MLA_LANE", lane)
+    (finding,) = named(doctor.device(), "device")
+    assert finding.status == status
 
 
 def test_two_runtimes_in_a_process_are_named(monkeypatch):

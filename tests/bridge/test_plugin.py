@@ -178,3 +178,33 @@ def test_the_cpu_platform_stays_away_from_accelerators_and_from_sglangs_cpu_engi
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert cpu.activate() is None
+
+
+@pytest.mark.parametrize(
+    "lane, given, expected",
+    [
+        ("", {}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": "cpu"}),
+        ("", {"JAX_PLATFORMS": ""}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": "cpu"}),
+        ("", {"JAX_PLATFORMS": "cuda"}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": "cuda"}),
+        ("jit", {}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": None}),
+        ("jit", {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}),
+    ],
+)
+def test_what_jax_is_told_on_a_gpu(monkeypatch, caplog, lane, given, expected):
+    """In a process that hasn't imported it; what someone set stays, with a warning."""
+    import os
+
+    from bridge.sglang import plugin
+
+    monkeypatch.setenv("JAX_MLA_LANE", lane)
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO", logger="jax_mla"):
+        plugin._settle_jax()
+    assert {name: os.environ.get(name) for name in expected} == expected
+    foreign = [name for name, value in given.items() if value]
+    assert [name for name in foreign if f"{name}={given[name]} is left as it is" in caplog.text] == foreign

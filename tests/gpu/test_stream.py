@@ -34,7 +34,8 @@ def test_a_process_without_jax_runs_what_another_one_built():
 
 def test_triton_s_programs_compute_what_xla_s_do(stream, monkeypatch):
     """Not bit for bit: indices are the same, fp8 codes and scores as near as float32 sums in another order."""
-    xla = {f"{f.name} {label}": (f, x, static) for label, f, x, static in ops.cases(stream, DEVICE, fp8(stream))}
+    cases = ops.cases(stream, DEVICE, fp8(stream))
+    xla = {f"{f.name} {label}": (f, x, static) for label, f, x, static in cases if "128 heads" not in label}
     monkeypatch.setenv("JAX_MLA_COMPILER", "triton")
     other = Stream.of(DEVICE)
     for name, (function, tensors, static) in xla.items():

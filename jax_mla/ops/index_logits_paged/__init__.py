@@ -27,6 +27,7 @@ def index_logits_paged(
     layout: IndexLayout,
     max_len: int,
     next_n: int = 1,
+    fill: bool = True,
     implementation: base.Implementation = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -44,6 +45,8 @@ def index_logits_paged(
       padded row, whose logits are all -inf.
     - `max_len`: columns of the result, at least the largest of ``lengths`` and at most ``C``.
     - `next_n`: rows a request, 1 to 4.
+    - `fill`: False where nobody reads what a row doesn't see, as ``select`` doesn't. Those columns may then hold
+      anything, and what is wider than the longest row costs next to nothing.
 
     Returns float32 ``[B * next_n, max_len]``.
 
@@ -74,5 +77,5 @@ def index_logits_paged(
         lambda: Config.of(requests.shape[0], max_len, target()),
         config,
         (q8, weights, pool, token_table, requests, lengths),
-        dict(layout=layout, max_len=max_len, next_n=next_n),
+        dict(layout=layout, max_len=max_len, next_n=next_n, fill=fill),
     )

@@ -12,7 +12,7 @@ from jax_mla.layouts import INDEX_HEAD_DIM
 from jax_mla.ops.index_logits_ragged.kernel import as_kernel_reads, load_codes, load_query, products, score
 
 
-def xla(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n):
+def xla(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n, fill):
     s = jnp.arange(max_len)
     last_row = jnp.arange(next_n)[:, None]
 
@@ -42,6 +42,7 @@ def _kernel(
     *,
     layout,
     next_n,
+    fill,
     block_h,
     keys,
     blocks,
@@ -90,16 +91,17 @@ def _kernel(
 
     held = jnp.clip(pt.cdiv(length, keys) - first_block, 0, blocks)
     lax.fori_loop(0, held, block, (scales_of(slots_of(0)), slots_of(1)))
-    lax.fori_loop(held, blocks, blank, None)
+    if fill:
+        lax.fori_loop(held, blocks, blank, None)
 
 
-def pallas(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n, config, interpret):
+def pallas(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n, fill, config, interpret):
     config.check()
     pages, page_bytes = pool.shape
     words = lax.bitcast_convert_type(pool.reshape(pages, page_bytes // 4, 4), jnp.float32)
     fp8 = layout.fp8
     codes = from_bits(pool, fp8)
-    static = dict(layout=layout, next_n=next_n, block_h=pt.block(q8.shape[1], 16))
+    static = dict(layout=layout, next_n=next_n, fill=fill, block_h=pt.block(q8.shape[1], 16))
     return pt.kernel_call(
         partial(_kernel, **static, keys=config.keys, blocks=config.blocks),
         (as_kernel_reads(q8, fp8), weights, as_kernel_reads(codes, fp8), words, token_table, requests, lengths),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def reference(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n):
+def reference(q8, weights, pool, token_table, requests, lengths, *, layout, max_len, next_n, fill):
     s = jnp.arange(max_len)
 
     def row(t):

@@ -87,6 +87,55 @@ def test_what_was_built_once_is_not_built_again(cache_folder):
     assert cache.kept() == [program()] and cache.kept("gfx942") == []
 
 
+def test_sources_that_changed_while_a_process_ran_are_not_kept(cache_folder, monkeypatch, caplog, tmp_path):
+    """What it runs may be older than what it hashes."""
+    assert not cache.changed()
+    file = tmp_path / "edited.py"
+    file.touch()
+    assert cache.changed([file])
+    os.utime(file, (0, 0))
+    assert not cache.changed([file])
+    monkeypatch.setattr(cache, "changed", lambda: True)
+    with caplog.at_level("WARNING", logger="jax_mla"):
+        assert cache.get_or("f", key(), program) == program()
+    assert "f is not kept: its sources were changed while this process ran" in caplog.text
+    assert list(cache_folder.iterdir()) == []
+
+
+def test_a_folder_that_can_t_be_written_is_named_and_what_was_built_serves(monkeypatch, caplog, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAX_MLA_CACHE", str(tmp_path / "file" / "below"))
+    with caplog.at_level("WARNING", logger="jax_mla"):
+        assert cache.get_or("f", key(), program) == program()
+    assert "f is not kept: " in caplog.text and "; JAX_MLA_CACHE says where programs are kept" in caplog.text
+
+
+def test_of_several_processes_one_builds(cache_folder):
+    script = """
+import sys, time
+from bridge.stream import cache
+from tests.bridge.stream.fake import program
+def build():
+    print("built")
+    time.sleep(1)
+    return program()
+assert cache.get_or("f", sys.argv[1], build) == program()
+"""
+    started = [
+        subprocess.Popen([sys.executable, "-c", script, key()], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    assert sorted(x.communicate()[0] for x in started) == ["", "built\n"] and [x.returncode for x in started] == [0, 0]
+    assert [x.name for x in cache_folder.iterdir()] == [f"f-{key()}.program"]
+
+
+def test_settings_are_the_same_with_and_without_jax(monkeypatch):
+    with_jax = key()
+    monkeypatch.delitem(sys.modules, "jax")
+    assert key() == with_jax
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    assert key() != with_jax
+
+
 def test_other_versions_are_built_anew(caplog):
     cache.put("f", key(), program(versions={"jax": "0.0.1"}))
     with caplog.at_level("INFO", logger="jax_mla"):

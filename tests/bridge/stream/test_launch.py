@@ -177,16 +177,17 @@ def test_another_current_device_is_refused(driver, tensors):
     assert driver.launches() == []
 
 
-def test_each_stream_has_temporaries_of_its_own(driver, tensors, out):
+def test_each_call_has_what_lies_between_its_kernels_and_keeps_it_while_it_may_be_called(driver, tensors, out):
     launcher = Launcher(program(), driver, ARCH)
-    seen = {}
-    for stream in (1, 2, 1, 2):
+    calls = [launcher.bind(*tensors, out=out) for _ in range(3)]
+    seen = []
+    for stream, call in [(1, calls[0]), (2, calls[1]), (2, calls[2]), (1, calls[0])]:
         driver.on = stream
-        launcher(*tensors, out=out)
-        (_, how, addresses), (_, _, addresses_2) = driver.launches()
-        assert how[-1] == stream and addresses_2[0] == addresses[2] - 256
-        assert seen.setdefault(stream, addresses_2[0]) == addresses_2[0]
-    assert len(set(seen.values())) == 2
+        call()
+        (_, how, addresses), (_, how_2, addresses_2) = driver.launches()
+        assert (how[-1], how_2[-1]) == (stream, stream) and addresses_2[0] == addresses[2] - 256
+        seen.append(addresses_2[0])
+    assert len(set(seen[:3])) == 3 and seen[0] == seen[3]
 
 
 def test_what_was_interrupted_while_pointing_is_pointed_anew(driver, tensors, out, monkeypatch):

@@ -15,7 +15,7 @@ from bridge.stream.launch import Launcher
 from bridge.stream.program import BYTES, Array, Launch, Program, Result
 from jax_mla import IndexLayout, kv_layout
 from jax_mla.aot.chips import CHIPS
-from tests.bridge.stream.fake import STREAM, pointer, program
+from tests.bridge.stream.fake import pointer, program
 
 CHIPS_BY_NAME = pytest.mark.parametrize("arch", list(CHIPS))
 
@@ -184,8 +184,10 @@ def test_xla_s_launches_reach_the_driver(driver):
         torch.zeros(64, 2048, dtype=torch.int32),
     ]
     driver.log()
-    out, lse = launcher(*tensors)
-    known = [*tensors, out, lse, *launcher._temporaries_on(STREAM), *launcher._constants]
+    call = launcher.bind(*tensors)
+    out, lse = call()
+    between = call.args[2]  # what lies between kernels, in one block
+    known = [*tensors, out, lse, between, *launcher._constants]
     (first, how, addresses), (second, _, merged) = driver.launches()
     assert (first, second) == ("sparse_mla_fp8_576", "sparse_mla_merge")
     assert tuple(how[:3]) == built.launches[0].grid and how[6] == built.launches[0].shared_bytes

@@ -100,6 +100,14 @@ def test_rows_of_a_request_see_one_token_more_each(how, next_n):
     assert_bitwise_equal(batch.run(**how), batch.oracle().astype(np.float32))
 
 
+def test_without_filling_what_a_row_sees_is_the_same(how):
+    batch = Batch(IndexLayout(64), next_n=2)
+    want = batch.oracle().astype(np.float32)
+    seen = np.isfinite(want)
+    assert 0 < seen.sum() < seen.size
+    np.testing.assert_array_equal(batch.run(**how, fill=False)[seen], want[seen])
+
+
 @pytest.mark.parametrize("heads", [1, 5, 64])
 def test_each_number_of_heads(how, heads):
     batch = Batch(IndexLayout(64, preshuffle=True), heads)
