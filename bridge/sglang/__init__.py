@@ -7,6 +7,7 @@
 - ``backend``: ``JaxMLABackend``, one layer's attention over SGLang's KV pool.
 - ``metadata``: what a batch is, as tensors, once per batch.
 - ``indexer``: the lightning indexer's forward, on SGLang's own ``Indexer`` modules.
+- ``prepare``: what prefill launches, built before the first request.
 - ``cache``: the layouts of SGLang's pools, and who writes to them.
 
 Paths like ``sglang/srt/...`` in comments are those of SGLang 0.5.23.

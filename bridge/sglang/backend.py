@@ -13,10 +13,10 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
 from bridge import ops
-from bridge.sglang import indexer, metadata
+from bridge.sglang import indexer, metadata, prepare
 from bridge.sglang.arguments import NAME
 from bridge.sglang.cache import Caches, Calls, writer_for
-from bridge.stream import lane_for
+from bridge.stream import Lane, Stream, lane_for
 
 logger = logging.getLogger("jax_mla")
 
@@ -35,7 +35,10 @@ def create(runner) -> "JaxMLABackend":
     if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
     indexer.install()
-    return JaxMLABackend(runner)
+    backend = JaxMLABackend(runner)
+    if isinstance(backend.lane, Stream):
+        prepare.at_start(backend, runner)
+    return backend
 
 
 def refuse_unsupported_model(runner) -> None:
@@ -106,16 +109,19 @@ class JaxMLABackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch) -> None:
         """SGLang's call before each forward that isn't a graph's."""
-        self._take(metadata.build(forward_batch, self.req_to_token))
+        self.take(metadata.build(forward_batch, self.req_to_token))
 
-    def _take(self, rows: metadata.Prefill | metadata.Decode | None) -> None:
+    def take(self, rows: metadata.Prefill | metadata.Decode | None, lane: Lane | None = None) -> None:
+        """Makes ``rows`` the batch under way, on this backend's lane or another."""
         self.forward_metadata = None
         if rows is None:
             return
         lookup = (
             (rows.k_slots, rows.starts) if isinstance(rows, metadata.Prefill) else (self.req_to_token, rows.requests)
         )
-        self.forward_metadata = Batch(rows, lookup, self.writer.plan(self.caches, rows.write_slots), Calls(self.lane))
+        self.forward_metadata = Batch(
+            rows, lookup, self.writer.plan(self.caches, rows.write_slots), Calls(lane or self.lane)
+        )
 
     # Decode in a graph: the metadata is made in it, from SGLang's static tensors, and so needs nothing at a replay.
 
@@ -142,7 +148,7 @@ class JaxMLABackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         """SGLang's call inside a capture, and in the warm-up before it."""
-        self._take(metadata.static_decode(forward_batch, self.req_to_token))
+        self.take(metadata.static_decode(forward_batch, self.req_to_token))
 
     def shared_read_ends(self, fm):
         """Every layer reads the request→token table itself, up to the end of the forward."""

@@ -22,6 +22,10 @@ NAMES = {
         "AttentionBackend.forward_decode",
         "AttentionBackend.forward_extend",
         "AttentionBackend.init_forward_metadata",
+        "AttentionBackend.init_forward_metadata_in_graph",
+        "AttentionBackend.init_forward_metadata_out_graph",
+        "AttentionBackend.forward_metadata",
+        "SharedReadEnds.POST_REPLAY",
     ),
     "srt/layers/attention/dsa/dsa_indexer.py": (
         "Indexer.forward_cuda",
@@ -30,6 +34,7 @@ NAMES = {
         "Indexer._weights_proj_bf16_in_fp32_out",
         "_broadcast_indexer_topk_from_rank0",
     ),
+    "srt/layers/radix_attention.py": ("RadixAttention",),
     "srt/layers/attention/dsa/utils.py": ("aiter_can_use_preshuffle_paged_mqa",),
     "srt/mem_cache/memory_pool.py": (
         "DSATokenToKVPool.get_index_k_with_scale_buffer",
@@ -56,7 +61,7 @@ NAMES = {
     ),
     "srt/models/deepseek_common/utils.py": ("FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",),
     "srt/plugins/hook_registry.py": ("HookRegistry.apply_hooks", "HookRegistry.register", "HookType.AROUND"),
-    "srt/runtime_context.py": ("get_exec",),
+    "srt/runtime_context.py": ("get_exec", "get_parallel"),
     "srt/state_capturer/indexer_topk.py": (
         "create_indexer_capturer",
         "_create_indexer_capturer_raw",

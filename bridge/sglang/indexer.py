@@ -9,6 +9,7 @@ one row for each row of ``x``. (SGLang calls that unfused top-k. The attention l
 """
 
 import logging
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -80,42 +81,48 @@ def forward(
         return metadata.pad(tensor[:rows].detach(), padded, 0)
 
     # All arguments are looked at before anything is written.
-    cos_sin, positions = _cos_sin(indexer), batch.rows.positions
+    cos_sin, positions = cos_sin_of(indexer), batch.rows.positions
     key, weights = _key_and_weights(indexer, x)
     norm = indexer.k_norm
     interleaved = not indexer.is_neox_style
-    selections = []
+    selections: Iterator[Callable] = iter(())
     if return_indices:
         q = indexer.wq_b(q_lora)[0].view(-1, indexer.n_heads, indexer.head_dim)
         query = rows_of(q), rows_of(weights), cos_sin, positions
-        selections = _selections(backend, batch, layer_id, query, k=indexer.index_topk, interleaved=interleaved)
+        selections = selections_of(backend, batch, layer_id, query, k=indexer.index_topk, interleaved=interleaved)
+    select = next(selections, None)
     keys = rows_of(key), norm.weight.detach(), norm.bias.detach(), cos_sin, positions
     how = dict(interleaved=interleaved, eps=float(norm.variance_epsilon))
     backend.writer.index(batch.calls, backend.caches, layer_id, batch.write_plan, keys, **how)()
     if not return_indices:
         return None
 
-    parts = [select()[0] for select in selections]
+    parts = []
+    while select is not None:
+        parts.append(select()[0])
+        select = None  # and with it the memory for logits, which the next takes
+        select = next(selections, None)
     selected = parts[0] if len(parts) == 1 else torch.cat(parts)
     topk = metadata.pad(selected[:rows], x.shape[0], -1)
     return maybe_capture_indexer_topk(layer_id, _broadcast_indexer_topk_from_rank0(topk))
 
 
-def _selections(backend, batch, layer_id: int, query: tuple[torch.Tensor, ...], *, k: int, interleaved: bool) -> list:
+def selections_of(
+    backend, batch, layer_id: int, query: tuple[torch.Tensor, ...], *, k: int, interleaved: bool
+) -> Iterator[Callable]:
     """Calls that select for all rows of ``batch``: one, or in prefill as many as keep the logits of each within
-    ``LOGITS_BYTES``."""
+    ``LOGITS_BYTES``; each is made when it is asked for."""
     seen = backend.caches.index(layer_id), *batch.lookup, batch.rows.lengths
     static = backend.caches.index_static | dict(interleaved=interleaved, hadamard=HADAMARD, k=k)
     if isinstance(batch.rows, metadata.Decode):
-        return [batch.calls.bind(ops.TOPK_DECODE, *query, *seen, max_len=batch.rows.max_len, **static)]
+        yield batch.calls.bind(ops.TOPK_DECODE, *query, *seen, max_len=batch.rows.max_len, **static)
+        return
     (q, weights, cos_sin, positions), (pool, k_slots, starts, lengths) = query, seen
     rows = metadata.rows_within(LOGITS_BYTES, len(q), len(k_slots))
-    calls = []
     for first in range(0, len(q), rows):
         some = slice(first, first + rows)
         part = q[some], weights[some], cos_sin, positions[some], pool, k_slots, starts[some], lengths[some]
-        calls.append(batch.calls.bind(ops.TOPK_PREFILL, *part, **static))
-    return calls
+        yield batch.calls.bind(ops.TOPK_PREFILL, *part, **static)
 
 
 def _check(indexer) -> None:
@@ -141,7 +148,7 @@ def _key_and_weights(indexer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return indexer.wk(x)[0], indexer._weights_proj_bf16_in_fp32_out(x).float()
 
 
-def _cos_sin(indexer) -> torch.Tensor:
+def cos_sin_of(indexer) -> torch.Tensor:
     """The rotary table, float32 [P, 64]: cosines, then sines. SGLang may keep it in bf16; made once per table then."""
     table = indexer.rotary_emb.cos_sin_cache
     kept = getattr(indexer, "_jax_mla_cos_sin", None)

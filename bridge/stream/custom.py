@@ -77,7 +77,7 @@ def register(function: Function, lane: Callable[..., tuple[torch.Tensor, ...]]) 
         return _as_torch(lane(function, *tensors, **static)[inplace:])
 
     def fake(*tensors: torch.Tensor, **static: Any):
-        return _as_torch(_empty(function, tensors, static)[inplace:])
+        return _as_torch(empty_results(function, tensors, static)[inplace:])
 
     operator = torch.library.custom_op(
         f"jax_mla::{function.name}", run, mutates_args=function.written, schema=schema_of(function)
@@ -93,7 +93,7 @@ def _as_torch(results: Sequence[torch.Tensor]):
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
-def _empty(function: Function, tensors: tuple[torch.Tensor, ...], static: dict[str, Any]) -> list[torch.Tensor]:
+def empty_results(function: Function, tensors: tuple[torch.Tensor, ...], static: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors like the results, by JAX's own rules, without computing any."""
     import jax
 
