@@ -410,6 +410,7 @@ def layer(length: int, heads: int, selected: int, layout: str, slots: int, index
         static = dict(k=selected, layout=PAGES, max_len=length, implementation=impl)
         chosen = jax_mla.topk_decode(q8, folded, index_pool, table, which, lengths, **static)
         static = dict(layout=kv, softmax_scale=SOFTMAX_SCALE, kv_scale=kv_scale, implementation=impl)
+        assert not isinstance(chosen, tuple)
         out, lse = jax_mla.sparse_mla(q_nope, q_rope, kv_pool, chosen, **static)
         return index_pool, kv_pool, q8, folded, chosen, out, lse
 

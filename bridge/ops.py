@@ -74,7 +74,7 @@ def _topk_decode(
     from jax_mla import topk_decode
 
     query = _index_query(fp8=fp8, interleaved=interleaved, hadamard=hadamard)
-    static = dict(k=k, layout=_index_layout(page_size, preshuffle, fp8), max_len=max_len, as_slots=False)
+    static = dict(k=k, layout=_index_layout(page_size, preshuffle, fp8), max_len=max_len, with_positions=True)
 
     def topk(q, weights, cos_sin, positions, *seen):
         return topk_decode(*query(q, weights, cos_sin, positions), *seen, **static)
@@ -86,7 +86,7 @@ def _topk_prefill(*, page_size: int, preshuffle: bool, fp8: str, interleaved: bo
     from jax_mla import topk_prefill
 
     query = _index_query(fp8=fp8, interleaved=interleaved, hadamard=hadamard)
-    static = dict(k=k, layout=_index_layout(page_size, preshuffle, fp8), as_slots=False)
+    static = dict(k=k, layout=_index_layout(page_size, preshuffle, fp8), with_positions=True)
 
     def topk(q, weights, cos_sin, positions, *seen):
         return topk_prefill(*query(q, weights, cos_sin, positions), *seen, **static)
@@ -121,20 +121,21 @@ INDEX_LOGITS_RAGGED = Function(
 SELECT = Function("select", _select, ("logits", "lengths"), ("positions",))
 SPARSE_MLA = Function("sparse_mla", _sparse_mla, ("q_nope", "q_rope", "pool", "slots"), ("out", "lse"))
 
-# Several ops in one call, as a layer has them after its write. Tokens are selected as positions in their request.
+# Several ops in one call, as a layer has them after its write. Tokens are selected as slots and as
+# positions in their request.
 TOPK_DECODE = Function(
     "topk_decode",
     _topk_decode,
     ("q", "weights", "cos_sin", "positions", "pool", "token_table", "requests", "lengths"),
-    ("topk",),
+    ("slots", "topk"),
 )
 TOPK_PREFILL = Function(
     "topk_prefill",
     _topk_prefill,
     ("q", "weights", "cos_sin", "positions", "pool", "k_slots", "starts", "lengths"),
-    ("topk",),
+    ("slots", "topk"),
 )
-# A function of its own, and no part of the attention, which then is compiled once for tables of all sizes.
+# For a selection of another batch's rows; no part of the attention, which so is compiled once for tables of all sizes.
 SLOTS_OF = Function("slots_of", _slots_of, ("positions", "table", "rows", "lengths"), ("slots",))
 
 FUNCTIONS = (

@@ -12,6 +12,7 @@ Everything that changes from batch to batch is an array; what is static (``k``, 
 compiled program. Rows that only fill a batch up have length 0: they select nothing, attend to nothing and give 0.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -39,10 +40,11 @@ def topk_prefill(
     k: int,
     layout: IndexLayout,
     as_slots: bool = True,
+    with_positions: bool = False,
     logits_bytes: int = LOGITS_BYTES,
     implementation: Implementation = None,
     interpret: bool = False,
-) -> Int32[Array, "T k"]:
+) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, "T k"]]:
     """The ``k`` tokens that each query row of a prefill attends to, in ascending order, -1 padded.
 
     Goes through the rows in blocks whose logits take at most ``logits_bytes``.
@@ -53,12 +55,12 @@ def topk_prefill(
       included; -1 where padded.
     - `starts`, `lengths`: int32 ``[T]``. Row ``t`` sees ``k_slots[starts[t] : starts[t] + lengths[t]]``: ``starts`` is
       where its request begins, ``lengths`` counts its tokens up to the row's own.
-    - `as_slots`: slots of the KV pool, or positions in the request.
+    - `as_slots`: slots of the KV pool, or positions in the request. `with_positions`: both, slots first.
 
     A slot that is not in the pool scores NaN, the lowest: it is selected only in a row that selects all it sees, and is
     -1 there.
 
-    Returns int32 ``[T, k]``. Raises what ``index_logits_ragged`` and ``select`` raise, and ``ValueError`` for a
+    Returns int32 ``[T, k]``, or two. Raises what ``index_logits_ragged`` and ``select`` raise, and ``ValueError`` for a
     ``logits_bytes`` under one row's and, outside ``jit``, a slot beyond the pool.
     """
     t, s = q8.shape[0], k_slots.shape[0]
@@ -81,7 +83,7 @@ def topk_prefill(
     def block(q8, weights, starts, lengths):
         windows = starts, starts + lengths
         logits = index_logits_ragged(q8, weights, k8, k_scale, *windows, max_logits_bytes=logits_bytes, **impl)
-        return select(logits, lengths, k, starts=starts, table=table, **impl)
+        return select(logits, lengths, k, starts=starts, table=table, with_positions=with_positions, **impl)
 
     blocks = cdiv(t, rows)
     if blocks <= 1:
@@ -93,7 +95,7 @@ def topk_prefill(
         return padded.reshape(blocks, rows, *x.shape[1:])
 
     selected = lax.map(lambda x: block(*x), tuple(cut(x) for x in (q8, weights, starts, lengths)))
-    return selected.reshape(blocks * rows, k)[:t]
+    return jax.tree.map(lambda x: x.reshape(blocks * rows, k)[:t], selected)
 
 
 @typed
@@ -110,9 +112,10 @@ def topk_decode(
     max_len: int,
     next_n: int = 1,
     as_slots: bool = True,
+    with_positions: bool = False,
     implementation: Implementation = None,
     interpret: bool = False,
-) -> Int32[Array, "T k"]:
+) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, "T k"]]:
     """The ``k`` tokens that each query row of a decode step attends to, in ascending order, -1 padded.
 
     - `q8`, `weights`: from ``index_query``, ``next_n`` rows for each request.
@@ -121,9 +124,9 @@ def topk_decode(
     - `lengths`: int32 ``[B]``, tokens of each request, the new ones included; 0 where padded.
     - `max_len`: at least the largest of ``lengths``; columns of the logits.
     - `next_n`: query rows a request; row i of n sees ``lengths[b] - n + i + 1`` tokens.
-    - `as_slots`: slots of the KV pool, or positions in the request.
+    - `as_slots`: slots of the KV pool, or positions in the request. `with_positions`: both, slots first.
 
-    Returns int32 ``[B * next_n, k]``. Raises what ``index_logits_paged`` and ``select`` raise.
+    Returns int32 ``[B * next_n, k]``, or two. Raises what ``index_logits_paged`` and ``select`` raise.
     """
     impl = dict(implementation=implementation, interpret=interpret)
     batch, how = (token_table, requests, lengths), dict(layout=layout, max_len=max_len, next_n=next_n, fill=False)
@@ -132,8 +135,9 @@ def topk_decode(
     if next_n > 1:
         seen = (lengths[:, None] + (jnp.arange(next_n, dtype=jnp.int32) - next_n + 1)).reshape(-1)
     if not as_slots:
-        return select(logits, seen, k, **impl)
-    return select(logits, seen, k, table=token_table, table_rows=jnp.repeat(requests, next_n), **impl)
+        return select(logits, seen, k, with_positions=with_positions, **impl)
+    of_rows = requests if next_n == 1 else jnp.repeat(requests, next_n)
+    return select(logits, seen, k, table=token_table, table_rows=of_rows, with_positions=with_positions, **impl)
 
 
 @typed

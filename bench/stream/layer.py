@@ -86,13 +86,11 @@ class Layer:
         pages = dict(page_size=s.page, preshuffle=False, fp8=s.fp8)
         keys = ("index_pool", "slots", "k", "norm_weight", "norm_bias", "cos_sin", "positions")
         query = ("q", "weights", "cos_sin", "positions", "index_pool", "table", "requests", "lengths")
-        seen = ("topk", "table", "requests", "lengths")
         attend = ("q_nope", "q_rope", "kv_pool", "chosen")
         return [
             (ops.INDEX_WRITE, keys, (), pages | rope | dict(eps=1e-6)),
-            (ops.TOPK_DECODE, query, ("topk",), pages | rope | dict(max_len=s.context, k=s.k)),
+            (ops.TOPK_DECODE, query, ("chosen", "topk"), pages | rope | dict(max_len=s.context, k=s.k)),
             (ops.KV_WRITE, ("kv_pool", "slots", "k_nope", "k_rope"), (), mla),
-            (ops.SLOTS_OF, seen, ("chosen",), {}),
             (ops.SPARSE_MLA, attend, ("out", "lse"), mla | dict(softmax_scale=192**-0.5)),
         ]
 

@@ -85,7 +85,7 @@ def replays(stream: Stream, jit: Jit, device: torch.device, shape: Shape, steps:
         layer.step(number)
         graph.replay()
         layer.run(jit, eager)
-        for name in ("topk", "out", "lse", "index_pool", "kv_pool"):
+        for name in ("topk", "chosen", "out", "lse", "index_pool", "kv_pool"):
             same(f"step {number}: {name}", layer.tensors[name], eager[name])
         lengths = layer.tensors["lengths"]
         rows += int((lengths > 0).sum())
@@ -120,13 +120,15 @@ def against_reference(where: str, layer: Layer) -> None:
     shape = layer.shape
     how: dict[str, Any] = dict(implementation="reference")
     t = {name: to_jax(x, name) for name, x in layer.tensors.items()}
-    _, (_, _, _, topk), _, _, (_, _, _, attend) = layer.calls()
+    _, (_, _, _, topk), _, (_, _, _, attend) = layer.calls()
     fp8, index = fp8_format(shape.fp8), IndexLayout(shape.page, fp8_format(shape.fp8))
     query = t["q"], t["weights"], t["cos_sin"], t["positions"]
     q8, folded = index_query(*query, fp8=fp8, interleaved=topk["interleaved"], hadamard=topk["hadamard"], **how)
     seen = t["index_pool"], t["table"], t["requests"], t["lengths"]
     static = dict(k=shape.k, layout=index, max_len=shape.context, as_slots=False)
-    expected = to_torch(topk_decode(q8, folded, *seen, **static, **how))
+    expected = topk_decode(q8, folded, *seen, **static, **how)
+    assert not isinstance(expected, tuple)
+    expected = to_torch(expected)
     for row, (ours, theirs) in enumerate(zip(layer.tensors["topk"], expected, strict=True)):
         count = int((theirs >= 0).sum())
         found = int(torch.isin(ours[ours >= 0], theirs[theirs >= 0]).sum())

@@ -34,6 +34,7 @@ def cases(lane, device: torch.device, fp8: str) -> Iterator[Case]:
                     yield label if of_layout else "", function, tuple(t[n] for n in names), static
     shape, rope = layer.shape, dict(interleaved=False, hadamard=True, fp8=fp8)
     pages = dict(page_size=shape.page, preshuffle=False, fp8=fp8)
+    yield "", ops.SLOTS_OF, (t["topk"], t["table"], t["requests"], t["lengths"]), {}
     yield "", ops.INDEX_QUERY, tuple(t[n] for n in ("q", "weights", "cos_sin", "positions")), rope
     q8, folded = lane(ops.INDEX_QUERY, t["q"], t["weights"], t["cos_sin"], t["positions"], **rope)
     paged = (q8, folded, t["index_pool"], t["table"], t["requests"], t["lengths"])

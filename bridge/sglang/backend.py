@@ -6,7 +6,7 @@ hits, mixed batches and decode differ only in their ``metadata``.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,12 +61,18 @@ class Batch:
     - `lookup`: where a row finds the slots of its tokens: (``k_slots`` [S], ``starts`` [T]) in prefill,
       (``req_to_token`` [R, C], ``requests`` [T]) in decode.
     - `write_plan`: the writer's. - `calls`: what has been looked up for it.
+    - `latest`: the selection that was made last, as positions and as slots.
     """
 
     rows: metadata.Prefill | metadata.Decode
     lookup: tuple[torch.Tensor, torch.Tensor]
     write_plan: Any
     calls: Calls
+    latest: list[torch.Tensor] = field(default_factory=list)
+
+    def slots_of(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Slots of the selection that was made last, if ``positions`` is that very tensor; layers share selections."""
+        return self.latest[1] if self.latest and self.latest[0] is positions else None
 
 
 class JaxMLABackend(AttentionBackend):
@@ -195,8 +201,10 @@ class JaxMLABackend(AttentionBackend):
 
         # All arguments are looked at before anything is written.
         batch, pool = self.batch, self.caches.kv(layer.layer_id)
-        seen = rows_of(topk_indices, -1), *batch.lookup, batch.rows.lengths
-        (slots,) = batch.calls.bind(ops.SLOTS_OF, *seen)()
+        slots = batch.slots_of(topk_indices)
+        if slots is None:
+            seen = rows_of(topk_indices, -1), *batch.lookup, batch.rows.lengths
+            (slots,) = batch.calls.bind(ops.SLOTS_OF, *seen)()
         query = rows_of(q), rows_of(q_rope.view(q_rope.shape[0], heads, -1))
         static = self.caches.kv_static | dict(softmax_scale=float(layer.scaling))
         attend = batch.calls.bind(ops.SPARSE_MLA, *query, pool, slots, **static)

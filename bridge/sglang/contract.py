@@ -16,6 +16,7 @@ NAMES = {
     "srt/arg_groups/overrides.py": ("attention_backends_of", "declare_resolution", "resolving_view"),
     "srt/arg_groups/resolution_hooks.py": ("register_resolution_hook",),
     "srt/configs/model_config.py": ("get_num_indexer_layers",),
+    "srt/environ.py": ("envs", "Envs.SGLANG_DSA_TOPK_BROADCAST"),
     "srt/layers/attention/attention_registry.py": ("ATTENTION_BACKENDS", "register_attention_backend"),
     "srt/layers/attention/base_attn_backend.py": (
         "AttentionBackend.forward",

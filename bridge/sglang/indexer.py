@@ -62,6 +62,7 @@ def forward(
 
     Returns int32 [T, index_topk] of positions, None without ``return_indices``.
     """
+    from sglang.srt.environ import envs
     from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0
     from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
@@ -99,11 +100,13 @@ def forward(
 
     parts = []
     while select is not None:
-        parts.append(select()[0])
+        parts.append(select())
         select = None  # and with it the memory for logits, which the next takes
         select = next(selections, None)
-    selected = parts[0] if len(parts) == 1 else torch.cat(parts)
+    slots, selected = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     topk = metadata.pad(selected[:rows], x.shape[0], -1)
+    if not envs.SGLANG_DSA_TOPK_BROADCAST.get():  # which puts rank 0's selection in the place of this one
+        batch.latest[:] = topk, slots
     return maybe_capture_indexer_topk(layer_id, _broadcast_indexer_topk_from_rank0(topk))
 
 

@@ -227,10 +227,10 @@ def _index_logits_paged(chip: Chip) -> Iterator[Case]:
 
 def _select() -> Iterator[Case]:
     def in_prefill(logits, lengths, starts, table, *, k):
-        return _of(select)(logits, lengths, k, starts=starts, table=table)
+        return _of(select)(logits, lengths, k, starts=starts, table=table, with_positions=True)
 
     def in_decode(logits, lengths, table, table_rows, *, k):
-        return _of(select)(logits, lengths, k, table=table, table_rows=table_rows)
+        return _of(select)(logits, lengths, k, table=table, table_rows=table_rows, with_positions=True)
 
     for phase, k in product((DECODE, PREFILL), TOP_K):
         rows, window = ROWS[phase], CONTEXT[phase]

@@ -53,7 +53,7 @@ def streaming(pools, driver, monkeypatch):  # noqa: F811
     return module.JaxMLABackend(runner(*pools("fp8_656"))), lane
 
 
-def layer_calls(backend, driver, layer: int, fb, rows: int):  # noqa: F811
+def layer_calls(backend, driver, layer: int, fb, rows: int, other=lambda topk: topk):  # noqa: F811
     """One layer's indexer and attention; the kernels that were launched, and their addresses."""
     from bridge.sglang import indexer as ours
 
@@ -67,7 +67,7 @@ def layer_calls(backend, driver, layer: int, fb, rows: int):  # noqa: F811
         layer_id=layer, tp_q_head_num=HEADS, v_head_dim=LATENT, head_dim=LATENT + ROPE, scaling=0.07
     )
     ropes = dict(q_rope=given["q_rope"], k_rope=given["k_rope"])
-    out = backend.forward_decode(given["q"], given["k"], given["k"], attention, fb, topk_indices=topk, **ropes)
+    out = backend.forward_decode(given["q"], given["k"], given["k"], attention, fb, topk_indices=other(topk), **ropes)
     assert out.shape == (rows, HEADS * LATENT)
     return driver.launches()
 
@@ -90,13 +90,34 @@ def test_a_layer_of_a_capture_is_a_few_launches_on_its_own_pools(streaming, driv
         names = [name.rstrip("_0123456789") for name, _, _ in launches]
         assert names == [
             *("index_write", "index_query", "index_logits_paged", "select"),
-            *("loop_select_fusion", "kv_write_fp", "sparse_mla_fp"),
+            *("kv_write_fp", "sparse_mla_fp"),  # and a merge, where more than a few tokens are selected
         ]
         pools = backend.caches.index(layer).data_ptr(), backend.caches.kv(layer).data_ptr()
         addresses = [set(found) for _, _, found in launches]
-        assert [pools[0] in found for found in addresses] == [True, False, True, False, False, False, False]
-        assert [pools[1] in found for found in addresses] == [False, False, False, False, False, True, True]
-    assert len(lane._launchers) == 5
+        assert [pools[0] in found for found in addresses] == [True, False, True, False, False, False]
+        assert [pools[1] in found for found in addresses] == [False, False, False, False, True, True]
+    assert len(lane._launchers) == 4
+
+
+@pytest.mark.parametrize("driver", [CUDA], indirect=True)
+def test_another_selection_s_slots_are_looked_up(streaming, driver, monkeypatch):  # noqa: F811
+    """One that SGLang copied, or took from another rank."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.dsa import dsa_indexer
+    from sglang.srt.state_capturer import indexer_topk
+
+    monkeypatch.setattr(indexer_topk, "get_global_indexer_capturer", lambda: None)
+    monkeypatch.setattr(dsa_indexer, "_broadcast_indexer_topk_from_rank0_impl", lambda topk: None)
+    backend, _ = streaming
+    fb = batch([5, 9, 0, 0], [1, 2, 0, 0], [70, 80, 0, 0])
+    backend.init_forward_metadata_in_graph(fb)
+    assert "loop_select_fusion" not in [name for name, _, _ in layer_calls(backend, driver, 1, fb, 4)]
+    copied = layer_calls(backend, driver, 1, fb, 4, torch.clone)
+    backend.init_forward_metadata_in_graph(fb)
+    with envs.SGLANG_DSA_TOPK_BROADCAST.override(True):
+        received = layer_calls(backend, driver, 1, fb, 4)
+    for launches in (copied, received):
+        assert [name for name, _, _ in launches].count("loop_select_fusion") == 1
 
 
 def test_the_whole_table_is_read_in_every_layer(pools):

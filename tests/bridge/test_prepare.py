@@ -85,10 +85,11 @@ def test_sizes_are_those_that_batches_are_rounded_to():
 
 
 def test_it_can_be_left_for_later_and_ranks_begin_elsewhere(monkeypatch, caplog):
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt import runtime_context
 
     from bridge.sglang import prepare
 
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(tp_rank=1, tp_size=2))
     asked = []
     lane = SimpleNamespace(prepare=lambda wanted, progress: asked.append((wanted, progress)))
     backend = SimpleNamespace(lane=lane)
@@ -96,8 +97,7 @@ def test_it_can_be_left_for_later_and_ranks_begin_elsewhere(monkeypatch, caplog)
     config = SimpleNamespace(context_len=4096)
     given = SimpleNamespace(server_args=arguments, model_config=config, model=None)
     monkeypatch.setattr(prepare, "prefill", lambda *x: [x[2:], "b", "c", "d"])
-    with get_parallel().override(tp_rank=1, tp_size=2):
-        prepare.at_start(backend, given)
+    prepare.at_start(backend, given)
     assert asked == [(["c", "d", (4096, 4096), "b"], False)]
     monkeypatch.setenv("JAX_MLA_PREPARE", "0")
     with caplog.at_level("INFO", logger="jax_mla"):

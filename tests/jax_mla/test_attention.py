@@ -283,6 +283,7 @@ def test_one_layer_of_a_decode_step(how, kv):
         told = x["table"], x["requests"], x["lengths"]
         selected = topk_decode(q8, weights, index_pool, *told, k=K, layout=layout, max_len=COLUMNS, **how)
         kv_pool = kv_write(kv_pool, x["slots"], x["nope"], x["rope"], layout=kv, **how)
+        assert not isinstance(selected, tuple)
         out, lse = sparse_mla(q_nope, q_rope, kv_pool, selected, layout=kv, softmax_scale=scale, **how)
         return index_pool, kv_pool, selected, out, lse
 

@@ -21,10 +21,11 @@ def select(
     starts: Int32[Array, " T"] | None = None,
     table: Int32[Array, " S"] | Int32[Array, "R C"] | None = None,
     table_rows: Int32[Array, " T"] | None = None,
+    with_positions: bool = False,
     implementation: base.Implementation = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> Int32[Array, "T k"]:
+) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, "T k"]]:
     r"""The positions of the ``k`` largest of ``logits[t, starts[t] : starts[t] + lengths[t]]``.
 
     $$\mathrm{out}_t = \mathrm{sort}\big(\{p : |\{q : l_q > l_p \vee (l_q = l_p \wedge q < p)\}| < k\}\big)$$
@@ -42,12 +43,13 @@ def select(
       ``[R, C]``: the slot of each token of each request (SGLang's ``req_to_token``; decode), in row ``table_rows[t]``.
       An entry < 0 stays -1.
     - `table_rows`: int32 ``[T]``, with a 2-D ``table`` only; a row outside of ``[0, R)`` gives all -1.
+    - `with_positions`: give both, slots and then positions, in the same order; -1 for a slot may stand at a position.
 
-    Returns int32 ``[T, k]``.
+    Returns int32 ``[T, k]``, or two of them ``with_positions``.
 
     Raises ``jaxtyping.TypeCheckError`` for wrong shapes and dtypes; ``ValueError`` for ``k < 1``, a ``table`` without
-    its rows or rows without a table, and outside ``jit`` for a window or a row that lies outside; under ``jit`` what
-    lies outside is never selected.
+    its rows, rows or ``with_positions`` without a table, and outside ``jit`` for a window or a row that lies outside;
+    under ``jit`` what lies outside is never selected.
 
     Source: DeepSeek-V3.2 ``inference/model.py::Indexer``; ties as aiter's ``top_k_per_row_* (stable=True)``.
     """
@@ -56,6 +58,7 @@ def select(
     table_shape = None if table is None or table.ndim == 1 else table.shape
     expected = "int32 [T] with a 2-D table and None otherwise"
     base.refuse_unless((table_rows is not None) == (table_shape is not None), op, "table_rows", expected, table_rows)
+    base.refuse_unless(table is not None or not with_positions, op, "with_positions", "a table beside it", "none")
     base.refuse_outside(op, "starts", starts, 0, logits.shape[1] + 1, "the columns of logits")
     if starts is None:
         base.refuse_outside(op, "lengths", lengths, -(2**31), logits.shape[1] + 1, "the columns of logits")
@@ -73,5 +76,5 @@ def select(
         lambda: Config.of(logits.shape[1], k),
         config,
         (logits, lengths, starts, table, table_rows),
-        dict(k=k),
+        dict(k=k, with_positions=with_positions),
     )

@@ -29,7 +29,7 @@ def sort_key(logits):
     return jnp.where(logits == logits, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN)
 
 
-def xla(logits, lengths, starts, table, table_rows, *, k):
+def xla(logits, lengths, starts, table, table_rows, *, k, with_positions):
     rows, columns = logits.shape
     starts = jnp.zeros_like(lengths) if starts is None else jnp.maximum(starts, FAR_LEFT)
     s = jnp.arange(columns)
@@ -46,15 +46,19 @@ def xla(logits, lengths, starts, table, table_rows, *, k):
     chosen = above | (tied & (jnp.cumsum(tied, axis=1) <= room))
     place = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, k)  # past the end: dropped
     row = jnp.arange(rows)[:, None]
-    value = (s - starts[:, None]) if table is None else jnp.broadcast_to(s, key.shape)
-    if table is not None and table.ndim == 1:
-        value = jnp.broadcast_to(jnp.maximum(table, -1), key.shape)
-    out = jnp.full((rows, k), -1, jnp.int32).at[row, place].set(value, mode="drop")
-    if table is None or table.ndim == 1:
-        return out
-    known = (out >= 0) & (table_rows >= 0)[:, None]
-    slots = table.at[jnp.maximum(table_rows, 0)[:, None], out - starts[:, None]].get(mode="fill", fill_value=-1)
-    return jnp.where(known, jnp.maximum(slots, -1), -1)
+    out = jnp.full((rows, k), -1, jnp.int32)
+    columns_of = out.at[row, place].set(jnp.broadcast_to(s, key.shape), mode="drop")
+    found = columns_of >= 0
+    positions = jnp.where(found, columns_of - starts[:, None], -1)
+    if table is None:
+        return positions
+    if table.ndim == 1:
+        slots = table.at[columns_of].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    else:
+        found &= (table_rows >= 0)[:, None]
+        slots = table.at[jnp.maximum(table_rows, 0)[:, None], positions].get(mode="fill", fill_value=-1)
+    slots = jnp.where(found, jnp.maximum(slots, -1), -1)
+    return (slots, positions) if with_positions else slots
 
 
 def _value(key):
@@ -153,7 +157,8 @@ def _kernel(*refs, names, k, width, columns, kept):
     - `logits` ``[T, S]``; `lengths`, `starts` ``[T]``; `table` ``[S]`` or ``[R, C]``, `table_rows` ``[T]``.
     - `positions` ``[T, parts, kept]`` in the window, which the stage before passed on, and how many, `counts`
       ``[T, parts]``.
-    - `out` ``[T, k]`` of the last stage, or what is passed on to the next: `positions_out`, `counts_out`.
+    - `out` ``[T, k]`` of the last stage, and `where` beside it for positions; or what is passed on to the next:
+      `positions_out`, `counts_out`.
     """
     ref: dict[str, Any] = dict(zip(names, refs, strict=True))
     t, part = pt.program_id(0), pt.program_id(1)
@@ -194,7 +199,7 @@ def _kernel(*refs, names, k, width, columns, kept):
         wanted = jnp.minimum(wanted, n)
         threshold, above, exact = _search(key, n, wanted, jnp.minimum(most, n))
         place, total = _places(key, threshold, above, exact, wanted)
-        return place, total, position(place >= 0)
+        return place, total, position
 
     if "out" not in ref:
         busy = (length > k) & (True if "positions" in ref else first < length)
@@ -202,7 +207,7 @@ def _kernel(*refs, names, k, width, columns, kept):
         @pt.when(busy)
         def _():
             place, total, position = choose(k, kept)
-            _put(ref["positions_out"], (t, part), place, position)
+            _put(ref["positions_out"], (t, part), place, position(place >= 0))
             ref["counts_out"][t, part] = total
 
         @pt.when(~busy)
@@ -225,16 +230,22 @@ def _kernel(*refs, names, k, width, columns, kept):
     @pt.when(length > k)
     def _():
         place, _, position = choose(k, k)
-        _put(ref["out"], (t,), place, of_table(position, place >= 0))
+        mask = place >= 0
+        if "where" in ref:  # positions are read again for the slots, rather than kept: registers are few
+            _put(ref["where"], (t,), place, position(mask) + (start - asked))
+        _put(ref["out"], (t,), place, of_table(position(mask), mask))
 
     @pt.when(length <= k)
     def _():
         place = jnp.arange(pt.block(k))
         taken = place < jnp.minimum(length, k)
-        _put(ref["out"], (t,), jnp.where(place < k, place, -1), jnp.where(taken, of_table(place, taken), -1))
+        at = jnp.where(place < k, place, -1)
+        if "where" in ref:
+            _put(ref["where"], (t,), at, jnp.where(taken, place + (start - asked), -1))
+        _put(ref["out"], (t,), at, jnp.where(taken, of_table(place, taken), -1))
 
 
-def pallas(logits, lengths, starts, table, table_rows, *, k, config, interpret):
+def pallas(logits, lengths, starts, table, table_rows, *, k, with_positions, config, interpret):
     config.check(k)
     rows, width = logits.shape
     spare = int(interpret)  # the column of _put
@@ -264,6 +275,6 @@ def pallas(logits, lengths, starts, table, table_rows, *, k, config, interpret):
         passed_on = dict(positions=out["positions_out"][..., : config.kept], counts=out["counts_out"])
         source, left = dict(logits=logits) | passed_on, parts * config.kept
     columns = pt.block(left, LINE)
-    outputs = dict(out=(rows, k + spare))
+    outputs = {name: (rows, k + spare) for name in (("out", "where") if with_positions else ("out",))}
     out = stage("select", source | windows | tables, outputs, columns, 1, config.warps_for(columns))
-    return out["out"][:, :k]
+    return tuple(out[name][:, :k] for name in outputs) if with_positions else out["out"][:, :k]

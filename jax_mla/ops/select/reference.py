@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 
-def reference(logits, lengths, starts, table, table_rows, *, k):
+def reference(logits, lengths, starts, table, table_rows, *, k, with_positions):
     rows, columns = logits.shape
     starts = jnp.zeros_like(lengths) if starts is None else jnp.maximum(starts, -(2**30))  # far left enough
     s = jnp.arange(columns)
@@ -16,10 +16,13 @@ def reference(logits, lengths, starts, table, table_rows, *, k):
     chosen = jnp.pad(jnp.sort(chosen, axis=1), ((0, 0), (0, max(0, k - columns))), constant_values=columns)
     found = chosen < columns
     positions = chosen - starts[:, None]
+    where = jnp.where(found, positions, -1)
     if table is None:
-        return jnp.where(found, positions, -1)
+        return where
     if table.ndim == 1:
-        return jnp.where(found, jnp.maximum(table[jnp.minimum(chosen, columns - 1)], -1), -1)
-    found &= ((table_rows >= 0) & (table_rows < table.shape[0]))[:, None] & (positions < table.shape[1])
-    slots = table[table_rows[:, None], jnp.where(found, positions, 0)]
-    return jnp.where(found, jnp.maximum(slots, -1), -1)
+        slots = table[jnp.minimum(chosen, columns - 1)]
+    else:
+        found &= ((table_rows >= 0) & (table_rows < table.shape[0]))[:, None] & (positions < table.shape[1])
+        slots = table[table_rows[:, None], jnp.where(found, positions, 0)]
+    slots = jnp.where(found, jnp.maximum(slots, -1), -1)
+    return (slots, where) if with_positions else slots

@@ -100,6 +100,7 @@ def layer(index, kv, pools, seen, keys, query, new, q_mla):
         q8, folded, index_pool, table, requests, lengths, layout=index, max_len=max_len, **how
     )
     chosen = jax_mla.select(logits, lengths, 2048, table=table, table_rows=requests, **how)
+    assert not isinstance(chosen, tuple)
     out, lse = jax_mla.sparse_mla(q_nope, q_rope, kv_pool, chosen, layout=kv, softmax_scale=0.1, **how)
     return index_pool, kv_pool, chosen, out, lse
 

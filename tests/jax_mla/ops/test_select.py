@@ -102,6 +102,10 @@ def test_is_a_stable_sort(how, kind, dims, starts):
     got = run(logits, LENGTHS, 64, **more, **how)
     assert got.dtype == np.int32
     assert_bitwise_equal(got, oracle(logits, LENGTHS, 64, **more))
+    if dims:
+        window = {} if starts is None else dict(starts=starts)
+        both = run(logits, LENGTHS, 64, **more, **how, with_positions=True)
+        assert_bitwise_equal(both, np.stack([got, oracle(logits, LENGTHS, 64, **window)]))
 
 
 @pytest.mark.parametrize(
@@ -291,6 +295,7 @@ BAD_CALLS = [
         "of table",
     ),
     ("a table of other columns", dict(table=np.zeros(S - 1, np.int32)), TypeCheckError, "table"),
+    ("positions beside none", dict(with_positions=True), ValueError, "with_positions expected a table beside it"),
     ("logits in bf16", dict(logits=jnp.zeros((T, S), jnp.bfloat16)), TypeCheckError, "logits"),
     ("lengths as floats", dict(lengths=np.ones(T, np.float32)), TypeCheckError, "lengths"),
     ("too few lengths", dict(lengths=ONES[:-1]), TypeCheckError, "lengths"),
