@@ -15,6 +15,7 @@ import torch
 from bridge.sglang import indexer as indexers
 from bridge.sglang import metadata
 from bridge.stream import Function
+from bridge.stream.cache import folder
 from bridge.stream.custom import empty_results
 from bridge.stream.program import Array
 from jax_mla.layouts import QK_ROPE_HEAD_DIM
@@ -122,7 +123,11 @@ def at_start(backend, runner) -> None:
     chunk = arguments.chunked_prefill_size
     most_rows = min(chunk if chunk and chunk > 0 else arguments.max_prefill_tokens, most_keys)
     wanted = prefill(backend, runner.model, most_rows, most_keys)
+    logger.info(
+        "jax_mla: %s programs for prefills of up to %s new tokens and %s in all; those that aren't in %s are built now",
+        *(len(wanted), most_rows, most_keys, folder()),
+    )
     rank, ranks = get_parallel().tp_rank, get_parallel().tp_size
     first = len(wanted) * rank // ranks
     backend.lane.prepare([*wanted[first:], *wanted[:first]], progress=rank == 0)
-    logger.info("jax_mla: %s programs for prefill of up to %s tokens are ready", len(wanted), most_rows)
+    logger.info("jax_mla: programs for prefill are ready")

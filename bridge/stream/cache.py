@@ -70,7 +70,7 @@ def _started() -> float:
 
 def changed(files: list[Path] | None = None) -> bool:
     """Whether one of ``_files`` is newer than this process, which may then run what was there before."""
-    return max(path.stat().st_mtime for path in files or _files()) > _started()
+    return max(path.stat().st_mtime for path in files or _files()) > _started() + 1  # the kernel tells whole seconds
 
 
 @cache

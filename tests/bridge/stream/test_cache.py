@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import jax
@@ -92,6 +93,7 @@ def test_sources_that_changed_while_a_process_ran_are_not_kept(cache_folder, mon
     assert not cache.changed()
     file = tmp_path / "edited.py"
     file.touch()
+    os.utime(file, (time.time() + 2, time.time() + 2))
     assert cache.changed([file])
     os.utime(file, (0, 0))
     assert not cache.changed([file])
