@@ -132,8 +132,7 @@ class JaxMLABackend(AttentionBackend):
     # Decode in a graph: the metadata is made in it, from SGLang's static tensors, and so needs nothing at a replay.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """SGLang's call before it captures. Nothing is kept: memory between kernels is one block, the largest batch's,
-        which SGLang captures first."""
+        """SGLang's call before it captures; what a graph needs is made in it, so there is nothing to keep."""
         if self.lane.name != "stream":
             raise NotImplementedError(
                 f"cuda_graph_config: expected disabled graphs on the {self.lane.name} lane of --attention-backend "

@@ -66,7 +66,7 @@ def forward(
     from sglang.srt.layers.attention.dsa.dsa_indexer import _broadcast_indexer_topk_from_rank0
     from sglang.srt.state_capturer.indexer_topk import maybe_capture_indexer_topk
 
-    _check(indexer)
+    check(indexer)
     if isinstance(x, tuple):
         if len(x) != 3:
             raise ValueError(f"x: expected [T, hidden_size] or (fp8, scale, bf16), got a tuple of {len(x)}")
@@ -128,7 +128,7 @@ def selections_of(
         yield batch.calls.bind(ops.TOPK_PREFILL, *part, **static)
 
 
-def _check(indexer) -> None:
+def check(indexer) -> None:
     """Raises for an indexer that computes something else than the ops do."""
     if getattr(indexer.k_norm, "bias", None) is None:
         raise NotImplementedError(f"k_norm: expected a LayerNorm with bias, got {type(indexer.k_norm).__name__}")

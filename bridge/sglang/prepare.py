@@ -18,7 +18,7 @@ from bridge.stream import Function
 from bridge.stream.cache import folder
 from bridge.stream.custom import empty_results
 from bridge.stream.program import Array
-from jax_mla.layouts import QK_ROPE_HEAD_DIM
+from jax_mla.layouts import KV_LORA_RANK, QK_ROPE_HEAD_DIM
 
 logger = logging.getLogger("jax_mla")
 
@@ -66,12 +66,15 @@ def prefill(backend, model: torch.nn.Module, most_rows: int, most_keys: int) -> 
     from sglang.srt.layers.radix_attention import RadixAttention
 
     modules = list(model.modules())
-    attention = {(x.tp_q_head_num, x.v_head_dim, x.scaling): x for x in modules if isinstance(x, RadixAttention)}
+    absorbed = [x for x in modules if isinstance(x, RadixAttention) and x.v_head_dim == KV_LORA_RANK]
+    attention = {(x.tp_q_head_num, x.scaling): x for x in absorbed}  # beside it stands one for dense prefill
     selecting = {
         (x.n_heads, x.index_topk, x.is_neox_style): x
         for x in modules
         if isinstance(x, Indexer) and len(backend.token_to_kv_pool.get_index_k_with_scale_buffer(x.layer_id))
     }
+    for x in selecting.values():
+        indexers.check(x)
     recorder = Recorder()
     before = backend.forward_metadata
     try:

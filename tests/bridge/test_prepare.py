@@ -31,7 +31,8 @@ def model(sglang):
     attention = RadixAttention(
         HEADS, LATENT + ROPE, scaling=0.07, num_kv_heads=1, layer_id=1, v_head_dim=LATENT, prefix="layer"
     )
-    return torch.nn.ModuleList([Selecting(), attention])
+    dense = RadixAttention(HEADS, 192, scaling=0.07, num_kv_heads=HEADS, layer_id=1, v_head_dim=128, prefix="layer")
+    return torch.nn.ModuleList([Selecting(), attention, dense])
 
 
 @pytest.fixture
