@@ -7,6 +7,7 @@ layer was done; whether JAX was imported, and which files of JAX's GPU plugins a
 import json
 import sys
 import time
+from pathlib import Path
 
 START = time.perf_counter()
 BUILD = "--build" in sys.argv
@@ -47,7 +48,7 @@ def main(rows: int, result: str) -> None:
         clients = jax.default_backend()
     plugins = loaded("xla_cuda_plugin") + loaded("xla_rocm_plugin")
     found = dict(torch_s=ready - START, programs_s=built - ready, first_layer_s=first - built)
-    print(json.dumps(found | dict(jax=clients, plugins=plugins)))
+    print(json.dumps(found | dict(client=clients, plugins=[Path(x).name for x in plugins])))
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def starts() -> Iterator[dict]:
             if done.returncode:
                 raise AssertionError(f"{name}: {done.stderr[-3000:]}")
             row = json.loads(done.stdout.splitlines()[-1])
-            if row["jax"] not in ("none", "cpu") or (not more and row["plugins"]):
+            if row["client"] not in ("none", "cpu") or (not more and row["plugins"]):
                 raise AssertionError(f"{name}: expected no GPU client of JAX's, got {row}")
             results.append(torch.load(file))
             for key, value in results[0].items():

@@ -70,3 +70,11 @@ def test_what_is_kept_has_the_lines_of_one_run():
     assert len({x["commit"] for x in lines}) == 1 and "dirty" not in lines[0]["commit"]
     assert all(x["bitwise"] for x in lines if x["what"] != "layer")
     assert max(x["steps"] for x in lines if x["what"] == "replays") == 1000
+
+
+def test_a_process_of_its_own_says_nothing_under_the_name_of_a_version():
+    """The lines of a run begin with what all of them share."""
+    path = command.results.RESULTS / "stream" / "nvidia-h200.jsonl"
+    lines = [json.loads(x) for x in path.read_text().splitlines()]
+    assert {x["jax"] for x in lines} == {"0.11.2"}
+    assert [x["client"] for x in lines if x["what"] == "start"] == ["cpu", "none", "none"]

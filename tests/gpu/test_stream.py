@@ -29,7 +29,7 @@ def test_a_captured_layer_replayed_over_other_batches_is_the_jit_lane_s(stream, 
 
 def test_a_process_without_jax_runs_what_another_one_built():
     cold, warm, again = measure.starts()
-    assert (cold["jax"], warm["jax"], again["jax"]) == ("cpu", "none", "none") and warm["plugins"] == []
+    assert (cold["client"], warm["client"], again["client"]) == ("cpu", "none", "none") and warm["plugins"] == []
 
 
 def test_triton_s_programs_compute_what_xla_s_do(stream, monkeypatch):
