@@ -15,6 +15,7 @@ from bench.case import Case, label
 from bench.results import Row
 from bench.run import Outcome, outcomes
 from bench.sets import OPS, SETS, cases
+from bench.stream import PARTS
 from bench.timing import Roofline
 
 DEFAULT_SHAPES = {"cpu": "small", "gpu": "real"}
@@ -34,22 +35,17 @@ def find_device(name: str) -> jax.Device:
         raise click.ClickException(f"--device {name}: JAX finds none here ({e})") from None
 
 
-def split_ops(_, __, value: str | None) -> tuple[str, ...]:
-    ops = tuple(value.split(",")) if value else OPS
-    for op in ops:
-        if op not in OPS:
-            raise click.BadParameter(f"{op!r} is none of {', '.join(OPS)}")
-    return ops
+def some_of(known: tuple[str, ...]):
+    """A click callback: the names, comma-separated, of some of ``known``; all of them if none is given."""
 
+    def split(_, __, value: str | None) -> tuple[str, ...]:
+        names = tuple(value.split(",")) if value else known
+        for name in names:
+            if name not in known:
+                raise click.BadParameter(f"{name!r} is none of {', '.join(known)}")
+        return names
 
-def split_parts(_, __, value: str | None) -> tuple[str, ...]:
-    from bench.stream.command import PARTS
-
-    parts = tuple(value.split(",")) if value else PARTS
-    for part in parts:
-        if part not in PARTS:
-            raise click.BadParameter(f"{part!r} is none of {', '.join(PARTS)}")
-    return parts
+    return split
 
 
 def compiled(_, __, value: str | None) -> re.Pattern:
@@ -67,7 +63,7 @@ def picture_file(_, __, value: Path | None) -> Path | None:
 
 @main.command()
 @click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True)
-@click.option("--ops", callback=split_ops, help="Comma-separated; all of them if not given.")
+@click.option("--ops", callback=some_of(OPS), help="Comma-separated; all of them if not given.")
 @click.option("--match", callback=compiled, help='Only cases whose "op shape", as printed, this is found in.')
 @click.option(
     "--shapes", type=click.Choice(SETS), help="If not given, small on a CPU and real on a GPU; tiny is for tests."
@@ -189,7 +185,7 @@ def kernels(device, ops, match, shapes, seconds, json_file, save, picture, check
 @click.option("--steps", type=click.IntRange(1), default=1000, show_default=True, help="Replays of the captured layer.")
 @click.option("--save", is_flag=True, help="Keep this run's lines in bench/results/stream/<device>.jsonl.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write this run's lines to a file.")
-@click.option("--parts", callback=split_parts, help="Comma-separated: functions, replays, layers, starts.")
+@click.option("--parts", callback=some_of(PARTS), help=f"Comma-separated: {', '.join(PARTS)}.")
 def stream(parts, steps, save, json_file):
     """On a GPU: every function of bridge.ops on both lanes, bitwise; a decode layer captured in a graph and replayed
     over other batches, beside the jit lane; what the host and the device take; a process without JAX.

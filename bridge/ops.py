@@ -121,8 +121,8 @@ INDEX_LOGITS_RAGGED = Function(
 SELECT = Function("select", _select, ("logits", "lengths"), ("positions",))
 SPARSE_MLA = Function("sparse_mla", _sparse_mla, ("q_nope", "q_rope", "pool", "slots"), ("out", "lse"))
 
-# Several ops in one call, as a layer has them after its write. Tokens are selected as slots and as
-# positions in their request.
+# Several ops in one call, as a layer has them after its write. Tokens are selected as slots and as positions in their
+# request.
 TOPK_DECODE = Function(
     "topk_decode",
     _topk_decode,

@@ -77,30 +77,35 @@ def lowering_for(t: Target):
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device))
 
 
+def _lowered(f: Callable, args, t: Target):
+    """``jit(f)(*args)`` lowered for ``t``; arguments that it doesn't use are parameters all the same."""
+    with lowering_for(t):
+        return jax.jit(f, keep_unused=True).trace(*args).lower(lowering_platforms=(t.platform,))
+
+
+def _ir_of(config) -> str:
+    """The Triton IR of a kernel's custom call, as text."""
+    with _lowering._new_ir_context():
+        return str(_ir.Module.parse(_ir.StringAttr(config["ir"]).value_bytes))
+
+
 def lower(f: Callable, *args, for_target: Target) -> str:
     """StableHLO of ``jit(f)(*args)`` lowered for ``for_target``; its kernels stand in it as Triton IR.
 
     - `args`: arrays or ``jax.ShapeDtypeStruct``.
     """
-    with lowering_for(for_target):
-        return jax.jit(f).trace(*args).lower(lowering_platforms=(for_target.platform,)).as_text()
+    return _lowered(f, args, for_target).as_text()
 
 
 def triton_ir(f: Callable, *args, for_target: Target) -> dict[str, tuple[list[tuple[int, ...]], str]]:
     """Of each kernel in ``jit(f)(*args)``, by name: the shapes of what it is called with, inputs and then outputs, and
     its Triton IR as text, whose ``%arg0`` is a pointer to the first of them."""
-    with lowering_for(for_target):
-        lowered = jax.jit(f).trace(*args).lower(lowering_platforms=(for_target.platform,))
     kernels = {}
 
     def visit(op):
         config: Any = op.attributes["mhlo.backend_config"] if "mhlo.backend_config" in op.attributes else None
-        if (
-            op.name == "stablehlo.custom_call"
-            and _ir.StringAttr(op.attributes["call_target_name"]).value == KERNEL_TARGET
-        ):
-            with _lowering._new_ir_context():
-                text = str(_ir.Module.parse(_ir.StringAttr(config["ir"]).value_bytes))
+        if op.name == "stablehlo.custom_call" and _text(op, "call_target_name") == KERNEL_TARGET:
+            text = _ir_of(config)
             shapes = [tuple(_ir.RankedTensorType(x.type).shape) for x in (*op.operands, *op.results)]
             kernels[_ir.StringAttr(config["name"]).value] = shapes, text
         for region in op.regions:
@@ -108,7 +113,7 @@ def triton_ir(f: Callable, *args, for_target: Target) -> dict[str, tuple[list[tu
                 for inner in block:
                     visit(inner.operation)
 
-    module: Any = lowered.compiler_ir("stablehlo")
+    module: Any = _lowered(f, args, for_target).compiler_ir("stablehlo")
     visit(module.operation)
     return kernels
 
@@ -155,9 +160,7 @@ def kernels_of(f: Callable, *args, for_target: Target) -> Lowered:
 
     Raises ``MoreThanKernels``, which names them, for operations that are no kernels.
     """
-    with lowering_for(for_target):
-        traced = jax.jit(f, keep_unused=True).trace(*args)
-        module: Any = traced.lower(lowering_platforms=(for_target.platform,)).compiler_ir("stablehlo")
+    module: Any = _lowered(f, args, for_target).compiler_ir("stablehlo")
     functions = {
         _ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body if "sym_name" in op.attributes
     }
@@ -211,12 +214,12 @@ def _text(op, name: str) -> str:
 
 def _kernel_of(op, inputs: list[int], outputs: list[int]) -> Kernel:
     config: Any = op.attributes["mhlo.backend_config"]
-    with _lowering._new_ir_context():
-        ir = str(_ir.Module.parse(_ir.StringAttr(config["ir"]).value_bytes))
     x, y, z, warps, stages = (
         _ir.IntegerAttr(config[name]).value for name in ("grid_x", "grid_y", "grid_z", "num_warps", "num_stages")
     )
-    return Kernel(_ir.StringAttr(config["name"]).value, ir, (x, y, z), warps, stages, tuple(inputs), tuple(outputs))
+    return Kernel(
+        _ir.StringAttr(config["name"]).value, _ir_of(config), (x, y, z), warps, stages, tuple(inputs), tuple(outputs)
+    )
 
 
 KERNEL_TARGET = plgpu.CUSTOM_CALL_TARGET_NAME

@@ -5,3 +5,6 @@
 - ``measure``: what is compared and timed.
 - ``alone``: a process of its own, which runs the layer from programs that are kept, where JAX can't be imported.
 """
+
+PARTS = ("functions", "replays", "layers", "starts")
+"""What ``python -m bench stream --parts`` takes."""

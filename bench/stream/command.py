@@ -15,8 +15,7 @@ from bench import results
 from bench.stream import measure
 from bench.stream.layer import Shape
 from bridge.stream import Jit, Stream
-
-PARTS = ("functions", "replays", "layers", "starts")
+from jax_mla.aot.chips import CHIPS
 
 
 def run(parts: tuple[str, ...], steps: int, json_file: Path | None, save: bool) -> None:
@@ -24,7 +23,7 @@ def run(parts: tuple[str, ...], steps: int, json_file: Path | None, save: bool) 
         raise click.ClickException("stream: expected a GPU that torch sees, got none")
     device = torch.device("cuda", torch.cuda.current_device())
     stream, jit = Stream.of(device), Jit()
-    fp8 = "e4m3fnuz" if stream.arch == "gfx942" else "e4m3fn"
+    fp8 = CHIPS[stream.arch].fp8.name
     context = results.context_of(jax.devices()[0]) | dict(torch=version("torch"), arch=stream.arch)
     lines: list[dict] = []
     console, progress = Console(width=None if Console().is_terminal else 160), Console(stderr=True)

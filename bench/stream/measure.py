@@ -57,15 +57,14 @@ def functions(stream: Stream, jit: Jit, device: torch.device, fp8: str) -> Itera
         copies = [[x.clone() if i in function.donated else x for i, x in enumerate(tensors)] for _ in range(2)]
         for a, b in zip(stream(function, *copies[0], **static), jit(function, *copies[1], **static), strict=True):
             same(name, a, b)
-        bound = stream.launcher(function, arrays_of(function, tuple(copies[0])), **static).bind(*copies[0])
-        launcher = stream.launcher(function, arrays_of(function, tuple(copies[0])), **static)
+        launcher = stream.launcher(function, arrays_of(function, tensors), **static)
         yield dict(
             what="function",
             name=function.name,
             label=label,
             bitwise=True,
             launches=len(launcher.program.launches),
-            bound_us=host_us(bound),
+            bound_us=host_us(launcher.bind(*copies[0])),
             stream_us=host_us(lambda c=copies[0], f=function, s=static: stream(f, *c, **s)),
             jit_us=host_us(lambda c=copies[1], f=function, s=static: jit(f, *c, **s)),
         )

@@ -10,7 +10,7 @@ import jax
 
 from bridge.stream.program import Array, Launch, Pointer, Program, Result, array_of
 from jax_mla.aot import compiler, plugins
-from jax_mla.aot.chips import CHIPS
+from jax_mla.aot.chips import CHIPS, Chip
 from jax_mla.aot.executable import Executable
 from jax_mla.pallas_triton import lowering_for
 
@@ -29,14 +29,22 @@ def build(
     that no result is written into, and for an executable that can't be read; ``plugins.Unavailable`` without the
     compiler; and what JAX and XLA raise.
     """
+    chip, arguments = of_chip(name, parameters, arch)
+    executable = compiler.build(function, *arguments, chip=chip, donate=donated)
+    return of_executable(name, executable, parameters, results_of(name, function, arguments, chip), arch, donated)
+
+
+def of_chip(name: str, parameters: Sequence[Array], arch: str) -> tuple[Chip, list[jax.ShapeDtypeStruct]]:
+    """The chip called ``arch``, and ``parameters`` as JAX has them. Raises ``ValueError`` for a chip that it isn't."""
     if arch not in CHIPS:
         raise ValueError(f"{name}: expected one of {', '.join(CHIPS)}, got {arch!r}")
-    chip = CHIPS[arch]
-    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parameters]
-    executable = compiler.build(function, *arguments, chip=chip, donate=donated)
+    return CHIPS[arch], [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parameters]
+
+
+def results_of(name: str, function: Callable, arguments: Sequence[jax.ShapeDtypeStruct], chip: Chip) -> list[Array]:
+    """What ``function`` gives on ``chip``."""
     with lowering_for(chip.target):
-        shapes = jax.tree.leaves(jax.eval_shape(function, *arguments))
-    return of_executable(name, executable, parameters, [array_of(name, x) for x in shapes], arch, donated)
+        return [array_of(name, x) for x in jax.tree.leaves(jax.eval_shape(function, *arguments))]
 
 
 def of_executable(

@@ -1,8 +1,8 @@
 """Programs on disk, under a hash of what decides about them, so that a server starts without compiling.
 
 The hash is of the function: its name, arrays, results and static arguments, where it is written down and that file; of
-the chip and the compiler; of the text of ``jax_mla``, ``bridge.ops`` and this package; of XLA_FLAGS and JAX's default
-precision of products. The compiler's versions stand in the file, and a file of other versions than those installed is
+the chip and the compiler; of the text of ``jax_mla``, ``bridge.ops`` and this package; of XLA_FLAGS and those of JAX's
+settings that decide. The compiler's versions stand in the file, and a file of other versions than those installed is
 built anew. So looking up needs neither JAX nor a compiler, and a folder that was filled elsewhere serves.
 """
 
@@ -47,18 +47,14 @@ def _files() -> list[Path]:
     return sorted([*root.rglob("*.py"), *here.glob("*.py"), here.parent / "ops.py"])
 
 
-def _hash_of(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.parent.name}/{path.name}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 @cache
 def sources() -> str:
     """A hash of ``_files``."""
-    return _hash_of(_files())
+    digest = hashlib.sha256()
+    for path in _files():
+        digest.update(f"{path.parent.name}/{path.name}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _started() -> float:
@@ -201,8 +197,10 @@ def _alone(name: str, hashed: str) -> Generator[None]:
         return
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def kept(arch: str | None = None) -> list[Program]:

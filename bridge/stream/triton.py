@@ -13,11 +13,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from bridge.stream.program import Array, Launch, Pointer, Program, Result, Role, array_of
-from jax_mla.aot.chips import CHIPS, Chip
-from jax_mla.pallas_triton import Kernel, kernels_of, lowering_for
+from bridge.stream.build import of_chip, results_of
+from bridge.stream.program import Array, Launch, Pointer, Program, Result, Role
+from jax_mla.aot.chips import Chip
+from jax_mla.pallas_triton import Kernel, kernels_of
 
 NOTHING = bytes(16)
 """What Triton's own parameters behind ours, memory that our kernels use none of, point to."""
@@ -28,13 +27,9 @@ def build(
 ) -> Program:
     """As ``bridge.stream.build.build``. Raises ``pallas_triton.MoreThanKernels``; ``ValueError`` for results that are
     no memory of their own and no donated parameter; and what Triton raises."""
-    if arch not in CHIPS:
-        raise ValueError(f"{name}: expected one of {', '.join(CHIPS)}, got {arch!r}")
-    chip = CHIPS[arch]
-    arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parameters]
+    chip, arguments = of_chip(name, parameters, arch)
     lowered = kernels_of(function, *arguments, for_target=chip.target)
-    with lowering_for(chip.target):
-        shapes = [array_of(name, x) for x in jax.tree.leaves(jax.eval_shape(function, *arguments))]
+    shapes = results_of(name, function, arguments, chip)
     inplace = {x for kernel in lowered.kernels for x in kernel.outputs if x < len(parameters)}
     if inplace != set(donated):
         raise ValueError(f"{name}: expected parameters {sorted(donated)} to be written in place, got {sorted(inplace)}")

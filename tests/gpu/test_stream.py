@@ -7,6 +7,7 @@ from bench.stream import measure, ops
 from bench.stream.layer import Shape
 from bridge.stream import Jit, Stream
 from bridge.stream.lane import arrays_of
+from jax_mla.aot.chips import CHIPS
 
 DEVICE = torch.device("cuda", 0)
 
@@ -17,7 +18,7 @@ def stream():
 
 
 def fp8(stream: Stream) -> str:
-    return "e4m3fnuz" if stream.arch == "gfx942" else "e4m3fn"
+    return CHIPS[stream.arch].fp8.name
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8_576", "fp8_656"])

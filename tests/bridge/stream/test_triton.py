@@ -1,6 +1,5 @@
 """Programs by the installed Triton beside those by XLA, from the same kernels, without a GPU."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -77,7 +76,7 @@ def test_it_is_asked_for_by_name_and_what_it_can_t_compile_is_named(monkeypatch,
     monkeypatch.setenv("JAX_MLA_COMPILER", "triton")
     by_triton = function.program(arrays, "sm_90", **static)
     assert "triton" in by_triton.versions and "triton" not in by_xla.versions
-    assert replace(by_triton, codes=(), launches=(), results=()).parameters == by_xla.parameters
+    assert by_triton.parameters == by_xla.parameters
     assert len(list(cache_folder.iterdir())) == 2
     function, arrays, static = calls("e4m3fn")["slots_of"]
     assert "triton" not in function.program(arrays, "sm_90", **static).versions
