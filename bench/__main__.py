@@ -198,6 +198,21 @@ def stream(parts, steps, save, json_file):
 
 
 @main.command()
+@click.option("--match", default="", help='Only cases in whose name this is, such as "graphs full".')
+@click.option("--save", is_flag=True, help="Keep this run's lines in bench/results/serving/<device>.jsonl.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write this run's lines to a file.")
+def engine(match, save, json_file):
+    """On a GPU: SGLang's engine with our backend, on both lanes, with each kind of CUDA graphs and without, beside
+    transformers; what a step takes.
+
+    Exit status: 1 if a case can't run, differs where it must not, or is further from transformers than the demo allows.
+    """
+    from bench.engine import command
+
+    command.run(match, json_file, save)
+
+
+@main.command()
 @click.argument("results_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("picture", type=click.Path(path_type=Path), callback=picture_file)
 @click.option("--shapes", type=click.Choice(SETS), help="If not given, the largest that the file has rows of.")
