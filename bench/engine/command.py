@@ -41,6 +41,12 @@ def run(match: str, json_file: Path | None, save: bool) -> None:
     lines: list[dict[str, Any]] = []
     answers: dict[Case, dict] = {}
     faults: list[str] = []
+
+    def wrong(*found: str) -> None:
+        for fault in found:
+            console.print(fault, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        faults.extend(found)
+
     with tempfile.TemporaryDirectory() as temporary:
         for what in machine.supply(Path(temporary)):
             console.print(f"not installed here, supplied: {what}", highlight=False)
@@ -49,11 +55,12 @@ def run(match: str, json_file: Path | None, save: bool) -> None:
             try:
                 answers[case] = one(case, Path(temporary))
             except click.ClickException as error:
-                faults.append(f"{case}: {error.message}")
-                console.print(faults[-1], style="bold red", markup=False, highlight=False)
+                wrong(f"{case}: {error.message}")
+                if not answers:  # what kept the first from ending well keeps the others
+                    break
                 continue
-            line, wrong = judge(case, answers)
-            faults += wrong
+            line, found = judge(case, answers)
+            wrong(*found)
             lines.append(context | dict(what="engine") | line)
             text = f"{case}: {time.monotonic() - begun:.0f} s: {line}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -61,8 +68,6 @@ def run(match: str, json_file: Path | None, save: bool) -> None:
                 write(json_file, lines)
     if lines:
         console.print(table([{"case": case_of(x)} | brief(x) for x in lines], {}))
-    for fault in faults:
-        console.print(fault, style="bold red", markup=False, highlight=False, soft_wrap=True)
     if faults:
         raise click.exceptions.Exit(1)
     if save:

@@ -1,12 +1,19 @@
 """``python -m bench engine``, as far as a CPU goes: what it supplies to a bare machine, and what it calls wrong."""
 
+import ast
 import copy
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 from bench.__main__ import main
@@ -45,15 +52,69 @@ def test_a_machine_that_has_all_gets_nothing(tmp_path, monkeypatch):
     assert machine.supply(tmp_path) == [] and not list(tmp_path.iterdir())
 
 
-def test_the_stand_in_has_every_name_and_does_nothing(bare):
-    path = bare[0] / "sgl_kernel" / "__init__.py"
-    spec = importlib.util.spec_from_file_location("stand_in", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with pytest.raises(NotImplementedError, match=r"sgl_kernel.flash.mla: expected the package sglang-kernel"):
-        module.flash.mla(1)
-    assert not hasattr(module, "__all__")
+def python(folder, code: str, *arguments: str) -> str:
+    """What a process prints that finds the supplied packages."""
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_stand_in_raises_where_it_is_called(bare):
+    code = """
+import sgl_kernel, sgl_kernel.flash_attn
+for name in (sgl_kernel.flash.mla, sgl_kernel.flash_attn.varlen):
+    try:
+        name(1)
+    except NotImplementedError as error:
+        print(error)
+print(hasattr(sgl_kernel, "__all__"), hasattr(sgl_kernel.flash_attn, "__all__"))
+"""
+    assert python(bare[0], code).splitlines() == [
+        "sgl_kernel.flash.mla: expected the package sglang-kernel, got a stand-in",
+        "sgl_kernel.flash_attn.varlen: expected the package sglang-kernel, got a stand-in",
+        "False False",
+    ]
+
+
+def test_every_import_of_it_that_sglang_has_finds_the_stand_in(bare):
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    statements = set()
+    for path in Path(spec.submodule_search_locations[0]).rglob("*.py"):
+        text = path.read_text()
+        if "sgl_kernel" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            if any((name or "").split(".")[0] == "sgl_kernel" for name in names):
+                statements.add(ast.unparse(node))
+    assert len(statements) > 50 and any("sgl_kernel.quantization" in x for x in statements)
+    assert python(bare[0], "\n".join([*sorted(statements), "print('all')"])) == "all\n"
+
+
+def test_sglang_imports_what_it_needs_on_a_card(bare):
+    """Made believe that there is one."""
+    code = """
+import os
+from types import SimpleNamespace
+import torch
+
+card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=140 << 30, multi_processor_count=132)
+answers = dict(is_available=True, device_count=1, current_device=0, get_device_name="NVIDIA H200")
+answers |= dict(get_device_capability=(9, 0), get_device_properties=card)
+for name, answer in answers.items():
+    setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+os.environ["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "1"
+import sglang.srt.layers.attention.dsa.dsa_indexer
+import sglang.srt.layers.quantization.gguf
+import sglang.srt.managers.scheduler
+import sglang.srt.models.deepseek_v2
+from sglang.srt.platforms import current_platform
+
+print(type(current_platform).__name__)
+"""
+    assert python(bare[0], code).splitlines()[-1] == "GpuPlatform"
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:sglang.*", "ignore::DeprecationWarning")
@@ -122,6 +183,20 @@ def test_made_up_log_probabilities_are_too_far_from_transformers(tmp_path, monke
     monkeypatch.setattr(command, "checkpoint", partial(checkpoint, cache=tmp_path))
     line, faults = command.judge(DENSE[0], {DENSE[0]: answers(DENSE[0])})
     assert line["mean_abs_dlogprob"] > 1 and "|Δ log-probability|: expected at most 0.012 and 0.05" in faults[0]
+
+
+def test_when_the_first_engine_does_not_start_the_others_are_not_tried(monkeypatch):
+    tried = []
+
+    def ends(case, folder):
+        tried.append(case)
+        raise click.ClickException("ended with exit code 1")
+
+    monkeypatch.setattr(command, "one", ends)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    ran = CliRunner().invoke(main, ["engine", "--save"])
+    assert ran.exit_code == 1 and tried == [CASES[0]] and ran.output.count("ended with exit code 1") == 1
 
 
 def test_without_a_gpu_it_says_so():
