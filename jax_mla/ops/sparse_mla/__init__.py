@@ -8,9 +8,10 @@ from jax_mla.ops import base
 from jax_mla.ops.sparse_mla.config import Config
 from jax_mla.ops.sparse_mla.kernel import pallas, xla
 from jax_mla.ops.sparse_mla.reference import reference
+from jax_mla.ops.sparse_mla.vjp import differentiable
 from jax_mla.pallas_triton import target
 
-IMPLEMENTATIONS = {"xla": xla, "pallas": pallas, "reference": reference}
+IMPLEMENTATIONS = {name: differentiable(f) for name, f in dict(xla=xla, pallas=pallas, reference=reference).items()}
 
 
 @base.typed
@@ -49,6 +50,10 @@ def sparse_mla(
 
     Returns ``out`` of ``q_nope``'s dtype and float32 ``lse`` (natural logarithm). A row with no valid slot gives 0 and
     -inf.
+
+    Differentiable in reverse mode, whichever implementation runs: by both queries and, of a bf16 pool, by the pool
+    (``vjp.py``; a row that is not named gets 0, an empty row gives 0). FP8 codes have no gradient, ``kv_scale`` has. On
+    a GPU the pool's gradient is added up by atomics: its last bits depend on the order.
 
     Raises ``jaxtyping.TypeCheckError`` for wrong shapes and dtypes; ``ValueError`` for an ``H`` over 128, queries of
     two dtypes, a pool that is not the layout's, a ``kv_scale`` that the layout has no place for, and outside ``jit``
