@@ -82,8 +82,12 @@ def in_sync(source: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m notebooks", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--update", action="store_true", help="write into the .ipynb files beside the .py files")
+    parser.add_argument("which", nargs="*", help="only those whose names begin like this, e.g. 03")
     arguments = parser.parse_args()
-    for source in sources():
+    chosen = [x for x in sources() if not arguments.which or x.name.startswith(tuple(arguments.which))]
+    if not chosen:
+        parser.error(f"which: expected the beginning of {', '.join(x.stem for x in sources())}, got {arguments.which}")
+    for source in chosen:
         start = time.monotonic()
         print(f"{source.name} ...", end=" ", flush=True)
         notebook = execute(source)
