@@ -10,3 +10,8 @@ except ImportError as error:
 
 from jax_mla.nn.config import DeepseekV32Config as DeepseekV32Config
 from jax_mla.nn.config import RopeParameters as RopeParameters
+from jax_mla.nn.indexer import Indexer as Indexer
+from jax_mla.nn.indexer import Selector as Selector
+from jax_mla.nn.indexer import with_selectors as with_selectors
+from jax_mla.nn.losses import indexer_kl as indexer_kl
+from jax_mla.nn.model import DeepseekV32 as DeepseekV32
