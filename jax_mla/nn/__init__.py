@@ -8,6 +8,8 @@ try:
 except ImportError as error:
     raise ImportError("jax_mla.nn expected flax, which is not installed: pip install 'jax-mla[nn]'") from error
 
+from jax_mla.nn.checkpoint import load_hf as load_hf
+from jax_mla.nn.checkpoint import save_hf as save_hf
 from jax_mla.nn.config import DeepseekV32Config as DeepseekV32Config
 from jax_mla.nn.config import RopeParameters as RopeParameters
 from jax_mla.nn.indexer import Indexer as Indexer
