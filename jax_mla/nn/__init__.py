@@ -8,6 +8,11 @@ try:
 except ImportError as error:
     raise ImportError("jax_mla.nn expected flax, which is not installed: pip install 'jax-mla[nn]'") from error
 
+from jax_mla.nn.cache import Cache as Cache
+from jax_mla.nn.cache import decode as decode
+from jax_mla.nn.cache import generate as generate
+from jax_mla.nn.cache import make_cache as make_cache
+from jax_mla.nn.cache import prefill as prefill
 from jax_mla.nn.checkpoint import load_hf as load_hf
 from jax_mla.nn.checkpoint import save_hf as save_hf
 from jax_mla.nn.config import DeepseekV32Config as DeepseekV32Config

@@ -8,10 +8,12 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Bool, Float, Float32, Int32
 
+from jax_mla.layouts import KVLayout
 from jax_mla.nn.config import LATENT_NORM_EPS, DeepseekV32Config
 from jax_mla.nn.indexer import Indexer, angles, mask_of, rows_of, top
 from jax_mla.nn.layers import Build, Linear, RMSNorm, product, rope
 from jax_mla.nn.losses import indexer_kl
+from jax_mla.ops.kv_write import kv_pack
 
 Attention = Literal["dense", "sparse"]
 
@@ -29,10 +31,26 @@ class Attended(NamedTuple):
 
 
 class SparseMLA(nnx.Module):
-    """One layer's attention. ``indexer`` is any ``jax_mla.nn.indexer.Selector``, or None in a layer that shares."""
+    """One layer's attention. Attributes that may be set at any time:
 
-    def __init__(self, config: DeepseekV32Config, layer: int, *, build: Build, quantize: bool, hadamard: bool):
+    - `indexer`: any ``jax_mla.nn.indexer.Selector``, or None in a layer that shares.
+    - `kv_layout`: latents and RoPE keys are read back from rows of this layout, as a cache would hold them, with
+      `kv_scale` where the layout has one. None: as they are.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV32Config,
+        layer: int,
+        *,
+        build: Build,
+        quantize: bool,
+        hadamard: bool,
+        kv_layout: KVLayout | None = None,
+        kv_scale: float = 1.0,
+    ):
         c = self.config = config
+        self.kv_layout, self.kv_scale = kv_layout, kv_scale
         heads = c.num_attention_heads
         self.q_a_proj = Linear(c.hidden_size, c.q_lora_rank, build=build)
         self.q_a_layernorm = RMSNorm(c.q_lora_rank, LATENT_NORM_EPS, build=build)
@@ -68,6 +86,8 @@ class SparseMLA(nnx.Module):
         """``x`` after the layer's norm. `selected`: what the last full layer selected, for a layer that shares."""
         c, (b, t, _) = self.config, x.shape
         q_latent, queries, (latent, k_rope) = self.project(x, angles(c, t))
+        if self.kv_layout is not None:
+            latent, k_rope = as_cached(latent, k_rope, self.kv_layout, self.kv_scale)
         kv = self.kv_b_proj(latent).reshape(b, t, c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim)
         k_nope, v = kv[..., : c.qk_nope_head_dim], kv[..., c.qk_nope_head_dim :]
         sparse, chosen = attention == "sparse", selected
@@ -102,6 +122,16 @@ class SparseMLA(nnx.Module):
 
 
 F32 = jnp.dtype(jnp.float32)
+
+
+def as_cached(latent: Array, k_rope: Array, layout: KVLayout, kv_scale: float) -> tuple[Array, Array]:
+    """What ``kv_write`` and a read make of them, float32 unless they are bfloat16. Rounding counts as the identity."""
+    both = jnp.concatenate([latent, k_rope], axis=-1)
+    rows = both.reshape(-1, both.shape[-1])
+    packed = kv_pack(rows[:, : latent.shape[-1]], rows[:, latent.shape[-1] :], layout=layout, kv_scale=kv_scale)
+    back = layout.unpack(lax.stop_gradient(packed), kv_scale).reshape(both.shape).astype(both.dtype)
+    both = back + (both - lax.stop_gradient(both))  # the value is back's, to the bit
+    return both[..., : latent.shape[-1]], both[..., latent.shape[-1] :]
 
 
 def _pick(given: Array, start: Array | int, k: int, columns: int) -> tuple[Array, Array | None]:

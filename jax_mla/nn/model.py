@@ -1,6 +1,7 @@
 """The whole model: embedding, layers, head."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
+from jax_mla.layouts import KVLayout
 from jax_mla.nn.attention import Attended, Attention, SparseMLA
 from jax_mla.nn.config import DeepseekV32Config
 from jax_mla.nn.layers import MLP, Build, Embed, Linear, RMSNorm
@@ -17,9 +19,9 @@ from jax_mla.nn.moe import MoE
 class DecoderLayer(nnx.Module):
     """Attention, then an MLP or experts, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: DeepseekV32Config, layer: int, *, build: Build, quantize: bool, hadamard: bool):
+    def __init__(self, config: DeepseekV32Config, layer: int, *, build: Build, **how: Any):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build=build)
-        self.self_attn = SparseMLA(config, layer, build=build, quantize=quantize, hadamard=hadamard)
+        self.self_attn = SparseMLA(config, layer, build=build, **how)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build=build)
         sparse = config.mlp_layer_types[layer] == "sparse"
         mlp = MoE(config, build=build) if sparse else MLP(config.hidden_size, config.intermediate_size, build=build)
@@ -45,8 +47,8 @@ class DeepseekV32(nnx.Module):
 
     - `rngs`: its ``params`` stream makes the weights, N(0, ``config.initializer_range``²).
     - `dtype`: of activations and products; `param_dtype`: of parameters.
-    - `quantize_indexer`, `hadamard`: the indexers' ``quantize`` and ``hadamard``. `remat`: layers keep only their input
-      for the gradient.
+    - `quantize_indexer`, `hadamard`: the indexers' ``quantize`` and ``hadamard``. `kv_layout`, `kv_scale`: attention's.
+    - `remat`: layers keep only their input for the gradient.
 
     Sequences are causal and start at position 0; what is padded at the right changes nothing before it.
     """
@@ -60,12 +62,14 @@ class DeepseekV32(nnx.Module):
         param_dtype=jnp.float32,
         quantize_indexer: bool = False,
         hadamard: bool = False,
+        kv_layout: KVLayout | None = None,
+        kv_scale: float = 1.0,
         remat: bool = False,
     ):
         build = Build(rngs, config.initializer_range, jnp.dtype(dtype), jnp.dtype(param_dtype))
         self.config, self.dtype, self.remat = config, build.dtype, remat
         self.embed_tokens = Embed(config.vocab_size, config.hidden_size, build=build)
-        how = dict(build=build, quantize=quantize_indexer, hadamard=hadamard)
+        how = dict(build=build, quantize=quantize_indexer, hadamard=hadamard, kv_layout=kv_layout, kv_scale=kv_scale)
         self.layers = nnx.List([DecoderLayer(config, layer, **how) for layer in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build=build)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, build=build)
