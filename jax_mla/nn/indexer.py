@@ -155,7 +155,8 @@ def with_selectors(model: Any, make: Callable[[Any], Any]) -> Any:
     other = nnx.merge(*nnx.split(model))
     for layer in other.layers:
         if layer.self_attn.indexer is not None:
-            layer.self_attn.indexer = make(layer.self_attn.indexer)
+            made = make(layer.self_attn.indexer)
+            layer.self_attn.indexer = made if isinstance(made, nnx.Module) else nnx.static(made)
     return other
 
 
