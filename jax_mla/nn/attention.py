@@ -1,6 +1,6 @@
 """Multi-head latent attention over all tokens or over the selected ones, blocked over queries."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class SparseMLA(nnx.Module):
         self.kv_b_proj = Linear(c.kv_lora_rank, heads * (c.qk_nope_head_dim + c.v_head_dim), build=build)
         self.o_proj = Linear(heads * c.v_head_dim, c.hidden_size, build=build)
         full = c.indexer_types[layer] == "full"
-        self.indexer = Indexer(c, build=build, quantize=quantize, hadamard=hadamard) if full else nnx.static(None)
+        self.indexer: Any = Indexer(c, build=build, quantize=quantize, hadamard=hadamard) if full else nnx.static(None)
 
     def project(
         self, x: Float[Array, "B T hidden"], cos_sin: Array
