@@ -5,7 +5,7 @@ Every text starts with ``BOS`` and has a fixed length, so that all of this compi
 - ``recall``: slots of four bytes, ``;`` key key digit or ``?`` key key digit. ``;Qk7`` says that Qk is 7, ``?Qk7`` asks
   for it and has the answer as its last byte: one token. Keys are two letters, no two records of a text share one, and a
   question is about any earlier record with equal probability: among 8k tokens, any of 2,000.
-- ``copying``: random bytes, then the same again.
+- ``copying``: random bytes, then the same again and again.
 - ``sentences``: English of a small grammar, whose verbs agree in number with their subjects.
 
 A model with ``index_topk`` 64 answers ``recall`` only if the one record among all of them is selected.
@@ -69,17 +69,19 @@ def recall(key: Array, length: int, questions: float | Array = 0.5, last: int = 
 
 
 def copying(key: Array, length: int) -> Batch:
-    """One ``copying`` text of ``length`` tokens: random printable bytes, and from the middle on the same again.
+    """One ``copying`` text of ``length`` tokens: 8 random printable bytes or more, at most half, again and again.
 
-    The second half weighs 1 and counts as answers, but for its first 4 bytes, which say that it began; else 0.
-    Raises ``ValueError`` for a ``length`` below 9.
+    How many is drawn too, so that distance does not tell. From the first repetition's fifth byte on they weigh 1 and
+    count as answers; the rest weighs 0. Raises ``ValueError`` for a ``length`` below 17.
     """
-    if length < 9:
-        raise ValueError(f"copying: length expected at least 9, got {length}")
-    half = (length - 1) // 2
-    once = jax.random.randint(key, (half,), ord("!"), ord("~") + 1)
-    answers = jnp.arange(2 * half) >= half + 4
-    return _finish(jnp.concatenate([once, once]), answers.astype(jnp.float32), answers, length)
+    if length < 17:
+        raise ValueError(f"copying: length expected at least 17, got {length}")
+    text, many = jax.random.split(key)
+    period = jax.random.randint(many, (), 8, (length - 1) // 2 + 1)
+    place = jnp.arange(length - 1)
+    once = jax.random.randint(text, (length - 1,), ord("!"), ord("~") + 1)
+    answers = place >= period + 4
+    return _finish(once[place % period], answers.astype(jnp.float32), answers, length)
 
 
 _WORDS = {
@@ -130,7 +132,7 @@ def sentences(key: Array, length: int) -> Batch:
 def mixed(key: Array, batch: int, length: int, shares: tuple[float, float, float] = (0.8, 0.1, 0.1)) -> Batch:
     """``batch`` texts of ``length`` tokens, each of ``recall``, ``copying`` or ``sentences`` with these probabilities.
 
-    Returns ``Batch`` of ``[batch, length]`` each. Raises ``ValueError`` for a ``length`` outside [9, ``LONGEST``] and
+    Returns ``Batch`` of ``[batch, length]`` each. Raises ``ValueError`` for a ``length`` outside [17, ``LONGEST``] and
     for shares that are negative or do not sum to 1.
     """
     if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:

@@ -53,10 +53,15 @@ def test_recall_asks_about_any_earlier_record():
 
 
 def test_copying_repeats():
-    batch = made(tasks.copying, jax.random.key(1), length=130)
-    check(batch, 130)
-    assert (batch.tokens[1:65] == batch.tokens[65:129]).all() and batch.tokens[129] == PAD
-    assert batch.answers[69:129].all() and not batch.answers[:69].any()
+    periods = set()
+    for seed in range(4):
+        batch = made(tasks.copying, jax.random.key(seed), length=130)
+        check(batch, 130)
+        period = int(batch.answers.argmax()) - 5
+        assert 8 <= period <= 64 and batch.answers[period + 5 :].all()
+        assert (batch.tokens[1 : 130 - period] == batch.tokens[1 + period :]).all()
+        periods.add(period)
+    assert len(periods) > 1
 
 
 def test_sentences_are_of_the_grammar():
@@ -74,7 +79,7 @@ def test_mixed_has_all_kinds_and_is_a_function_of_the_key():
     assert first.tokens.shape == (64, 128) and (first.tokens == again.tokens).all()
     texts = [decode(row.tolist()) for row in first.tokens]
     recalls = sum(re.fullmatch(r"([;?][A-Za-z]{2}[0-9])+", text) is not None for text in texts)
-    copies = sum(text[:63] == text[63:126] for text in texts)
+    copies = sum(any(text[p:] == text[:-p] for p in range(8, 65)) for text in texts)
     assert 40 <= recalls <= 62 and copies > 0 and recalls + copies < 64
 
 
@@ -85,8 +90,8 @@ def test_refusals():
             tasks.recall(key, length)
     with pytest.raises(ValueError, match=r"recall: last expected in \[0, 2\), the slots of 9 tokens, got 2"):
         tasks.recall(key, 9, last=2)
-    for make in (tasks.copying, tasks.sentences):
-        with pytest.raises(ValueError, match="length expected at least 9, got 8"):
+    for make, least in ((tasks.copying, 17), (tasks.sentences, 9)):
+        with pytest.raises(ValueError, match=f"length expected at least {least}, got 8"):
             make(key, 8)
     with pytest.raises(ValueError, match="mixed: shares expected non-negative with sum 1"):
         tasks.mixed(key, 2, 64, (0.5, 0.1, 0.1))
