@@ -65,7 +65,7 @@ def accuracy(
     return float(np.mean([int(right(state, k)) / (batch * questions) for k in keys]))
 
 
-def rows(model: DeepseekV32, topk: tuple[int, ...] = (64, 128, 256)) -> dict[str, tuple[DeepseekV32, Attention]]:
+def rows(model: DeepseekV32, topk: tuple[int, ...]) -> dict[str, tuple[DeepseekV32, Attention]]:
     """What is measured, by name: dense, ``topk`` tokens selected, and each sabotage of the first of them."""
     made: dict[str, tuple[DeepseekV32, Attention]] = {"dense": (model, "dense")}
     made |= {f"top {k}": (with_topk(model, k), "sparse") for k in topk}
@@ -76,15 +76,21 @@ def rows(model: DeepseekV32, topk: tuple[int, ...] = (64, 128, 256)) -> dict[str
 
 
 def measure(
-    model: DeepseekV32, lengths: tuple[int, ...] = LENGTHS, *, console: Console | None = None, **how
+    model: DeepseekV32,
+    lengths: tuple[int, ...] = LENGTHS,
+    topk: tuple[int, ...] = (64, 128, 256),
+    *,
+    console: Console | None = None,
+    **how,
 ) -> dict[str, dict[int, float]]:
     """``accuracy`` of each of ``rows`` at each length; ``how``: what else ``accuracy`` takes.
 
     With a ``console``, each figure is written there as soon as it is known, and a table at the end.
     """
-    figures: dict[str, dict[int, float]] = {name: {} for name in rows(model)}
+    variants = rows(model, topk)
+    figures: dict[str, dict[int, float]] = {name: {} for name in variants}
     for length in lengths:
-        for name, (variant, attention) in rows(model).items():
+        for name, (variant, attention) in variants.items():
             figures[name][length] = accuracy(variant, length, attention, **how)
             if console:
                 console.print(f"{length} tokens, {name}: {100 * figures[name][length]:.1f} %")
