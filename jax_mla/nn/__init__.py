@@ -13,6 +13,8 @@ from jax_mla.nn.cache import decode as decode
 from jax_mla.nn.cache import generate as generate
 from jax_mla.nn.cache import make_cache as make_cache
 from jax_mla.nn.cache import prefill as prefill
+from jax_mla.nn.check import NotASelector as NotASelector
+from jax_mla.nn.check import check_selector as check_selector
 from jax_mla.nn.checkpoint import load_hf as load_hf
 from jax_mla.nn.checkpoint import save_hf as save_hf
 from jax_mla.nn.config import DeepseekV32Config as DeepseekV32Config
