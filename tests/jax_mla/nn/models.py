@@ -39,8 +39,8 @@ SMALL: dict[str, Any] = dict(
 
 YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=1e4, mscale=1.0)
 OWN: dict[str, dict[str, Any]] = {
-    "deepseek_v32": dict(num_hidden_layers=3, rope_parameters=YARN | dict(mscale_all_dim=1.0)),
-    "glm_moe_dsa": dict(num_hidden_layers=4, indexer_types=["full", "full", "shared", "full"], rms_norm_eps=1e-5),
+    "deepseek_v32": dict(num_hidden_layers=2, rope_parameters=YARN | dict(mscale_all_dim=1.0)),
+    "glm_moe_dsa": dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"], rms_norm_eps=1e-5),
 }
 MODELS = {
     "deepseek_v32": (HfDeepseekConfig, DeepseekV32ForCausalLM),

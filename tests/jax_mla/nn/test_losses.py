@@ -17,9 +17,9 @@ from tests.numerics import FLOAT32, assert_bitwise_equal, calc_diff
 IDS = jnp.asarray(np.random.default_rng(2).integers(1, 128, (2, 60), dtype=np.int32))
 
 
-def make(model_type="deepseek_v32", **how: Any) -> DeepseekV32:
+def make(model_type="deepseek_v32", layers=2, **how: Any) -> DeepseekV32:
     config = DeepseekV32Config.from_hf_config(
-        dict(model_type=model_type) | SMALL | OWN[model_type] | dict(initializer_range=0.15)
+        dict(model_type=model_type) | SMALL | OWN[model_type] | dict(initializer_range=0.15, num_hidden_layers=layers)
     )
     return DeepseekV32(config, rngs=nnx.Rngs(9), dtype=jnp.float32, **how)
 
@@ -75,7 +75,8 @@ def test_each_loss_trains_its_own_part(attention):
             logits, kl = model(IDS, attention=attention, with_indexer_kl=True)
             return kl.sum() if of == "kl" else jnp.mean(jax.nn.log_softmax(logits)[..., 5])
 
-        return {".".join(map(str, p)): np.asarray(x) for p, x in nnx.to_flat_state(nnx.grad(loss)(model))}
+        found = nnx.jit(nnx.grad(loss))(model)
+        return {".".join(map(str, p)): np.asarray(x) for p, x in nnx.to_flat_state(found)}
 
     for of in ("kl", "logits"):
         for name, x in gradient(of).items():
@@ -85,7 +86,7 @@ def test_each_loss_trains_its_own_part(attention):
 
 def test_divergence_of_the_model_is_that_of_its_attention():
     """In one layer: the heads' probabilities, summed, against the indexer's scores."""
-    model = make()
+    model = make(layers=1)
     layer = model.layers[0]
     x = layer.input_layernorm(model.embed_tokens(IDS))
     got = layer.self_attn(x, "dense", with_kl=True).kl
@@ -109,7 +110,8 @@ def test_blocks_and_remat_change_nothing(attention, monkeypatch):
             logits, kl = model(IDS, attention=attention, with_indexer_kl=True)
             return jnp.mean(jax.nn.log_softmax(logits)[..., 5]) + kl.sum(), logits
 
-        value, gradient = nnx.value_and_grad(loss, has_aux=True)(make(**how))
+        made = make(layers=1 + (attention == "sparse"), **how)
+        value, gradient = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(made)
         return [np.asarray(x) for x in jax.tree.leaves((value, nnx.to_pure_dict(gradient)))]
 
     plain = results()
@@ -122,12 +124,10 @@ def test_blocks_and_remat_change_nothing(attention, monkeypatch):
 
 
 def test_selectors_are_swapped_in_a_line():
-    model = make()
+    model = make(layers=1)
 
     def selected(other):
-        return np.asarray(
-            nnx.jit(lambda m: m.selections(IDS))(other)[0]
-        )  # of the first layer, whose input no selector has touched
+        return np.asarray(nnx.jit(lambda m: m.selections(IDS))(other)[0])
 
     k, own = model.config.index_topk, selected(model)
     recent = selected(with_selectors(model, lambda _: most_recent))
@@ -140,7 +140,7 @@ def test_selectors_are_swapped_in_a_line():
 
 
 def test_positions_instead_of_scores_and_what_is_wrong():
-    model = make()
+    model = make(layers=1)
     first = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (2, 60, 8))
     fixed = with_selectors(model, lambda _: lambda hidden, q_latent, positions: first)
     logits = nnx.jit(lambda m: m(IDS, attention="sparse"))(fixed)
