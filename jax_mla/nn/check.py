@@ -16,8 +16,9 @@ class NotASelector(AssertionError):
     """A selector that breaks one of its rules; the message says which, and where."""
 
 
-def check_selector(selector: Any, config: DeepseekV32Config, *, length: int = 96, seed: int = 0) -> None:
-    """Tries ``selector`` on random hidden states of 2 requests of ``length`` tokens. Raises ``NotASelector`` unless
+def check_selector(selector: Any, config: DeepseekV32Config, *, length: int | None = None, seed: int = 0) -> None:
+    """Tries ``selector`` on random hidden states of 2 requests of ``length`` tokens, by default three
+    times ``config.index_topk``. Raises ``NotASelector`` unless
 
     - it returns scores (floats ``[B, T, S]``) or positions (integers ``[B, T, k]``, -1 for none), or a function of
       ``(start, size)`` that gives those of some rows, the same as of all at once;
@@ -25,10 +26,11 @@ def check_selector(selector: Any, config: DeepseekV32Config, *, length: int = 96
     - what it picks does not depend on tokens after the row, nor on the other request;
     - it comes to the same under ``jit`` and a second time.
 
-    Raises ``ValueError`` unless ``length`` is over ``index_topk``, so that it has to choose.
+    Raises ``ValueError`` for a ``length`` whose first two thirds are ``index_topk`` or less: nothing to choose from.
     """
-    if length <= config.index_topk:
-        raise ValueError(f"length: expected over index_topk {config.index_topk}, got {length}")
+    length = 3 * config.index_topk if length is None else length
+    if length // 3 * 2 <= config.index_topk:
+        raise ValueError(f"length: expected over 3/2 of index_topk {config.index_topk}, got {length}")
     keys = jax.random.split(jax.random.key(seed), 4)
     hidden = jax.random.normal(keys[0], (2, length, config.hidden_size), jnp.float32)
     q_latent = jax.random.normal(keys[1], (2, length, config.q_lora_rank), jnp.float32)
