@@ -282,5 +282,45 @@ def add_lines(table: Table, case: Case, measured: list[Outcome], roofline: Roofl
     table.add_section()
 
 
+@main.command()
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None, required=False)
+@click.option(
+    "--by", callback=some_of(("transformers", "nnx", "sglang")), help="Who runs the model. Default: all three."
+)
+@click.option("--kv", callback=some_of(("bf16", "fp8_656", "fp8_576")), help="KV layouts. Default: all.")
+@click.option("--topk", callback=some_of(("0", "64", "128", "256")), help="Tokens that are selected; 0 is dense.")
+@click.option("--lengths", callback=some_of(("256", "1024", "2048", "4096", "8192")), help="Tokens of a text.")
+@click.option("--texts", default=2, show_default=True, help="Texts for each figure, of 64 questions each.")
+@click.option("--sabotage/--no-sabotage", default=True, help="Selections that must not work, too.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a line a figure here."
+)
+@click.option("--card", type=click.Path(dir_okay=False, path_type=Path), help="Write the model card's tables here.")
+def recall(model, by, kv, topk, lengths, texts, sabotage, json_file, card) -> None:
+    """What the trained model answers, by who runs it, KV layout and selection."""
+    import json
+
+    from bench import recall as table
+    from jax_mla.recall import MODEL
+
+    folder, console, cells = model or MODEL, Console(), []
+    sizes = [int(n) for n in lengths if n != "256" or len(lengths) == 1]
+    given = [table.texts(n, texts, questions=min(table.QUESTIONS, n // 16)) for n in sizes]
+    ks = [int(k) for k in topk]
+    made = [table.RUNTIMES[name](folder, layout, ks, given) for layout in kv for name in by]
+    if sabotage:
+        made.append(table.of_sabotage(folder, min(k for k in ks if k), given))
+    for figures in made:
+        for cell in figures:
+            cells.append(cell)
+            console.print(f"{cell.runtime}, {cell.kv}, {cell.selection}, {cell.length:,} tokens: {cell.share:.1%}")
+            if json_file:
+                with json_file.open("a") as lines:
+                    lines.write(json.dumps(cell.json()) + "\n")
+    console.print(table.table(cells))
+    if card:
+        card.write_text(table.markdown(cells))
+
+
 if __name__ == "__main__":
     main()
