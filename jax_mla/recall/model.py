@@ -1,7 +1,9 @@
 """The model that is trained: DeepSeek-V3.2's architecture, two layers of it, and what its weights start as.
 
-From random weights alone gradient descent finds the digits of a text and then stays there: 30 % at 128 tokens, for
-1,400 steps at least. So two attention heads' worth of structure is there at the start, and the rest is N(0, 1/fan_in):
+The circuit that recalls is built in, not found by training: prototypes of two layers from random weights learned that
+an answer is one of the text's digits and no more (44 % at 64 tokens after 800 steps, 30 % at 128 after 600 more, one
+seed each of Adam and Muon; longer was not tried). Training sharpens it, and the indexers' weights are random at first.
+What is there at the start, all else being N(0, 1/fan_in):
 
 - The residual stream begins with three blocks of 64: a token's own code, that of the token before, and of the one
   before that. Embeddings fill the first and hold one constant after the blocks.
