@@ -14,8 +14,8 @@
 # %% [markdown]
 # # From notebook to server
 #
-# A model that was changed in a notebook, saved, served by the real SGLang with `--attention-backend jax_mla`, asked, and
-# compared token by token with the one in the notebook. Needs the `sglang` extra; runs on a CPU.
+# A model that was changed in a notebook, saved, served by the real SGLang with `--attention-backend jax_mla`, asked,
+# and compared token by token with the one in the notebook. Needs the `sglang` extra; runs on a CPU.
 
 # %%
 import tempfile
@@ -40,14 +40,13 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 # %% [markdown]
 # ## Change something
 #
-# A few steps of sparse training on short texts, with a tenth of the usual learning rate: enough that no other checkpoint
-# has these weights, so that what answers below can only be them.
+# A few steps of sparse training on short texts, with a tenth of the usual learning rate: enough that no other
+# checkpoint has these weights, so that what answers below can only be them.
 
 # %%
 model = load_hf(MODEL, dtype=jnp.float32, progress=False)
-for figures in steps(model, Stage("sparse", 256, 4, 6, 5e-5), jax.random.key(0)):
-    pass
-print(f"after 6 steps: {float(figures['answers']):.1%} of answers right, KL {float(figures['kl']):.2f}")
+taken = list(steps(model, Stage("sparse", 256, 4, 6, 5e-5), jax.random.key(0)))
+print(f"after 6 steps: {float(taken[-1]['answers']):.1%} of answers right, KL {float(taken[-1]['kl']):.2f}")
 
 # %% [markdown]
 # ## Save
@@ -65,8 +64,8 @@ for file in sorted(folder.iterdir()):
 # %% [markdown]
 # ## Serve
 #
-# `serve` starts `python -m sglang.launch_server --attention-backend jax_mla` on a free port of this machine and stops it
-# afterwards. The KV cache is FlashMLA's 656 bytes a token. We ask for one text of 64 questions: SGLang's own API also
+# `serve` starts `python -m sglang.launch_server --attention-backend jax_mla` on a free port of this machine and stops
+# it afterwards. The KV cache is FlashMLA's 656 bytes a token. We ask for one text of 64 questions: SGLang's own API also
 # returns the likeliest token, and its log-probability, at every position of the prompt.
 
 # %%
@@ -94,15 +93,14 @@ with serve(folder, *options, name="notebook") as server:
 
 served_logprob = np.array([x[0] for x in told["input_token_logprobs"][1:]])
 served_token = np.array([x[0][1] for x in told["input_top_logprobs"][1:]])
-print(
-    f"prompt ... {question[-12:]}  →  {spoken['text']!r}; the text goes on {decode(tokens[answers[0] : answers[0] + 5])!r}"
-)
+goes_on = decode(tokens[answers[0] : answers[0] + 5])
+print(f"prompt ... {question[-12:]}  →  {spoken['text']!r}; the text goes on {goes_on!r}")
 
 # %% [markdown]
 # ## Compare
 #
-# The same weights in this notebook, with what serving rounds: bf16 weights, latents read back from 656-byte rows, FP8 in
-# the indexer after its Hadamard rotation.
+# The same weights in this notebook, with what serving rounds: bf16 weights, latents read back from 656-byte rows, FP8
+# in the indexer after its Hadamard rotation.
 
 # %%
 how = dict(quantize_indexer=True, hadamard=True, kv_layout=KV_FP8_656)
@@ -142,7 +140,6 @@ assert apart.mean() < 0.05
 prompt = jnp.asarray(tokens[None, : answers[0]])
 cache = make_cache(same, 1, LENGTH, kv_layout=KV_FP8_656)
 new, cache = generate(same, prompt, jnp.array([prompt.shape[1]]), cache, max_new_tokens=5)
-print(
-    f"{int(cache.lengths[0])} tokens cached, {KV_FP8_656.row_bytes} bytes each and layer; generated {decode(new[0].tolist())!r}"
-)
+print(f"{int(cache.lengths[0])} tokens cached, {KV_FP8_656.row_bytes} bytes each and layer")
+print(f"generated {decode(new[0].tolist())!r}")
 assert decode(new[0].tolist())[0] == spoken["text"][0]
