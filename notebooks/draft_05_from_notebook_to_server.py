@@ -65,8 +65,8 @@ for file in sorted(folder.iterdir()):
 # ## Serve
 #
 # `serve` starts `python -m sglang.launch_server --attention-backend jax_mla` on a free port of this machine and stops
-# it afterwards. The KV cache is FlashMLA's 656 bytes a token. We ask for one text of 64 questions: SGLang's own API also
-# returns the likeliest token, and its log-probability, at every position of the prompt.
+# it afterwards. The KV cache is FlashMLA's 656 bytes a token. We ask for one text of 64 questions: SGLang's own API
+# also returns the likeliest token, and its log-probability, at every position of the prompt.
 
 # %%
 LENGTH, QUESTIONS = 1024, 64
