@@ -23,9 +23,9 @@ import numpy as np
 from flax import nnx
 from rich.table import Table
 
+from bridge.demo.recall import Text, likeliest, text
 from jax_mla.layouts import KV_BF16, KV_FP8_576, KV_FP8_656, KVLayout
 from jax_mla.nn import load_hf, with_selectors
-from jax_mla.recall import tasks
 from jax_mla.recall.evaluate import SABOTAGES
 from jax_mla.recall.model import with_topk
 
@@ -61,25 +61,9 @@ class Cell:
         return asdict(self) | {"share": round(self.share, 4)}
 
 
-@dataclass(frozen=True)
-class Text:
-    """One text: its tokens, and the positions of the answers, each predicted by the token before it."""
-
-    tokens: np.ndarray
-    answers: np.ndarray
-
-    def right(self, likeliest: np.ndarray) -> int:
-        """How many are answered, given the likeliest token after each position of ``tokens``."""
-        return int((likeliest[self.answers - 1] == self.tokens[self.answers]).sum())
-
-
 def texts(length: int, count: int, questions: int = QUESTIONS, seed: int = 1 << 20) -> list[Text]:
     """``count`` texts that end in ``questions`` questions."""
-    made = []
-    for key in jax.random.split(jax.random.key(seed), count):
-        text = tasks.recall(key, length, last=questions)
-        made.append(Text(np.asarray(text.tokens), np.flatnonzero(text.answers)))
-    return made
+    return [text(length, questions, seed + i) for i in range(count)]
 
 
 def name_of(topk: int) -> str:
@@ -154,24 +138,6 @@ def of_transformers(folder: Path, kv: str, topks: Iterable[int], all_texts: Sequ
             yield _cells("transformers", kv, name_of(topk), given, run)
 
 
-def served_likeliest(server: Any, text: Text) -> np.ndarray:
-    """The likeliest token after each position, by a running server; 0 before those that questions ask for."""
-    start = int(text.answers[0]) - 1
-    body = {
-        "input_ids": text.tokens.tolist(),
-        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-        "return_logprob": True,
-        "logprob_start_len": start,
-        "top_logprobs_num": 1,
-    }
-    meta = server.post("/generate", body, seconds=1200.0)["meta_info"]
-    given = [entry[0][1] if entry else 0 for entry in meta["input_top_logprobs"]]  # of the token at each position
-    found = np.zeros(len(text.tokens), np.int64)
-    tail = np.array(given)[-(len(text.tokens) - 1 - start) :]
-    found[start:-1] = tail
-    return found
-
-
 def of_sglang(folder: Path, kv: str, topks: Iterable[int], all_texts: Sequence[Sequence[Text]]) -> Iterator[Cell]:
     """SGLang's figures, through our backend."""
     import json
@@ -186,7 +152,7 @@ def of_sglang(folder: Path, kv: str, topks: Iterable[int], all_texts: Sequence[S
         name = f"recall-{kv}-{topk}"
         with serve(folder, *fixed, *LAYOUTS[kv][1], *override, name=name) as server:
             for given in all_texts:
-                yield _cells("SGLang", kv, name_of(topk), given, partial(served_likeliest, server))
+                yield _cells("SGLang", kv, name_of(topk), given, partial(likeliest, server))
 
 
 RUNTIMES = {"transformers": of_transformers, "nnx": of_nnx, "sglang": of_sglang}

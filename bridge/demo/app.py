@@ -1,4 +1,4 @@
-"""The demo itself: four servers one after another, a few prompts, the table, a verdict."""
+"""The demo itself: five servers one after another, a few questions, the table, a verdict."""
 
 import contextlib
 import json
@@ -10,20 +10,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import openai
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from bridge.demo import compare, hf
+from bridge.demo import compare, hf, recall
 from bridge.demo.compare import Case, Row
-from bridge.demo.server import Server, ServerError, serve
+from bridge.demo.server import ServerError, serve
 from bridge.demo.tiny import checkpoint
+from jax_mla.recall import MODEL
 
-PROMPTS = ("Which tokens do you attend to?", "Write a haiku about sparse attention.", "What is 6 times 7?")
-ANSWER_TOKENS = 16
 ARGUMENTS = (
     *("--context-length", "4096", "--max-total-tokens", "8192", "--max-running-requests", "4"),
     *("--dtype", "bfloat16", "--enable-return-indexer-topk", "--sleep-on-idle"),
@@ -51,35 +49,31 @@ class Steps:
         self.progress.advance(self.task)
 
 
-def answers(server: Server) -> list[tuple[str, str]]:
-    """Each prompt and its answer, over the OpenAI-compatible API."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120.0, max_retries=0) as client:
-        model = client.models.list().data[0].id
-        replies = []
-        for prompt in PROMPTS:
-            reply = client.chat.completions.create(
-                model=model,
-                messages=[{"role": "user", "content": prompt}],
-                max_tokens=ANSWER_TOKENS,
-                temperature=0,
-                extra_body={"ignore_eos": True},
-            )
-            replies.append((prompt, reply.choices[0].message.content or ""))
-    return replies
+def run_recall(console: Console, steps: Steps) -> tuple[Row, list]:
+    """The trained model, served: its row, and its answers to the first questions."""
+    steps.prefix = f"trained, {recall.CASE}: "
+    text = recall.text(recall.LENGTH, recall.QUESTIONS, seed=0)
+    with serve(
+        MODEL, *ARGUMENTS, "--kv-cache-dtype", recall.CASE.kv_cache_dtype, name="trained", report=steps
+    ) as server:
+        steps("answering questions")
+        replies = recall.converse(server, text)
+        for question, answer, right in replies:
+            verdict = "as the text says" if answer == right else f"the text says {right}"
+            shown = f"[bold]...{escape(question)}[/] [dim]→[/] {escape(answer)}  [dim]{escape(verdict)}[/]"
+            console.print(f"  {recall.LENGTH} tokens {shown}", highlight=False)
+        row = recall.row(server, text)
+        steps("stopping the server")
+    steps.done()
+    return row, replies
 
 
-def run_case(case: Case, models: dict[int, hf.Models], console: Console, steps: Steps) -> tuple[list[Row], list]:
-    """One server: its rows, and its answers to the prompts. `models` keeps transformers' by `index_topk`."""
+def run_case(case: Case, models: dict[int, hf.Models], steps: Steps) -> list[Row]:
+    """One server of random weights: its rows. `models` keeps transformers' by `index_topk`."""
     steps.prefix = f"{case}: "
     folder = checkpoint(case.tiny)
     name = f"{case.index_topk}-{case.kv_cache_dtype}"
     with serve(folder, *ARGUMENTS, "--kv-cache-dtype", case.kv_cache_dtype, name=name, report=steps) as server:
-        steps("answering prompts")
-        replies = answers(server)
-        for prompt, answer in replies:
-            # Bytes of a random model: shown as the escapes they are, not sent to the terminal.
-            text = answer.encode("unicode_escape").decode()
-            console.print(f"  [bold]{escape(prompt)}[/] [dim]→[/] {escape(text)}", highlight=False)
         steps(f"giving the log-probabilities of {compare.TOKENS} tokens")
         served = compare.ask(server, case)
         steps("stopping the server")
@@ -88,7 +82,7 @@ def run_case(case: Case, models: dict[int, hf.Models], console: Console, steps: 
         models[case.index_topk] = hf.load(folder)
     rows = list(compare.rows(case, served, models[case.index_topk]))
     steps.done()
-    return rows, replies
+    return rows
 
 
 def table(rows: list[Row]) -> Table:
@@ -130,22 +124,22 @@ def main(json_file: Path | None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     start = time.monotonic()
     console.print(
-        f"A tiny DeepSeek-V3.2 with random weights, served by SGLang {version('sglang')} through jax_mla; "
-        "its answers are noise, and the same noise every time.",
+        f"Served by SGLang {version('sglang')} through jax_mla: first a two-layer DeepSeek-V3.2 that was trained to "
+        "find records by their keys, then one with random weights, whose every rounding shows.",
         highlight=False,
     )
     rows: list[Row] = []
-    replies: dict[str, list] = {}
     models: dict[int, hf.Models] = {}
-    steps = Steps(console, len(compare.CASES))
+    steps = Steps(console, 1 + len(compare.CASES))
     with interruptible(), steps.progress:
-        for case in compare.CASES:
-            try:
-                case_rows, replies[str(case)] = run_case(case, models, console, steps)
-            except (ServerError, ValueError) as error:
-                console.print(f"[bold red]{case}: no figures[/]\n{escape(str(error))}", highlight=False)
-                return 1
-            rows += case_rows
+        try:
+            row, replies = run_recall(console, steps)
+            rows.append(row)
+            for case in compare.CASES:
+                rows += run_case(case, models, steps)
+        except (ServerError, ValueError) as error:
+            console.print(f"[bold red]{steps.prefix}no figures[/]\n{escape(str(error))}", highlight=False)
+            return 1
     console.print(table(rows))
     console.print(
         "in bf16: transformers in bf16 by the same figure, what a correct model in bf16 comes to. "
