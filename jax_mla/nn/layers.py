@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
+from jax_mla.pallas_triton import target
 from jax_mla.rope import rotate, rotation
 
 
@@ -30,8 +31,15 @@ class Build:
 
 
 def product(equation: str, x: Array, y: Array, out: jnp.dtype | None = None) -> Array:
-    """``einsum`` whose float32 is float32 on every device, and whose bfloat16 is summed in float32."""
-    return jnp.einsum(equation, x, y, precision="highest", preferred_element_type=jnp.float32).astype(out or x.dtype)
+    """``einsum`` whose float32 is float32 on every device, and whose bfloat16 is summed in float32.
+
+    On a CPU bfloat16 is multiplied as float32, which is the same: XLA has no code there for some products, and says so
+    only when they run ("BF16 x BF16 = F32", jaxlib 0.11.2 and 0.12.0.1).
+    """
+    out = out or x.dtype
+    if not target().is_gpu:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(equation, x, y, precision="highest", preferred_element_type=jnp.float32).astype(out)
 
 
 class Linear(nnx.Module):
