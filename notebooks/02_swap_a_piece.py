@@ -62,8 +62,8 @@ print(f"top {config.index_topk} of up to {LENGTH} tokens: {right.sum()} of {text
 # %% [markdown]
 # ## What its indexer looks at
 #
-# The second layer's scores $I_{t,s}$ for the rows that must answer: one ring for each row, around the digit of the
-# record that it asks for.
+# The second layer's scores $I_{t,s}$ for the rows that must answer, where a token of a record is selected. One ring for
+# each row, around the digit of the record that it asks for.
 
 # %%
 layer = model.layers[1]
@@ -86,13 +86,17 @@ wanted = np.array([record[bytes(ids[t - 1 : t + 1].astype(np.uint8))] for t in a
 
 shown = scores[asking]
 fig, ax = plt.subplots(figsize=(11, 4.6), layout="constrained", dpi=100)
-picture = np.where(np.arange(1, LENGTH)[None] <= asking[:, None], shown[:, 1:], np.nan)
-where = dict(extent=(1, LENGTH, QUESTIONS - 0.5, -0.5), aspect="auto", interpolation="nearest")
-image = ax.imshow(picture, cmap="cividis", **where)
-ax.plot(wanted, np.arange(QUESTIONS), "o", mfc="none", mec="white", mew=1.2, ms=7, label="the digit that answers")
-ax.set(xlabel="position of the key $s$", ylabel="question", title="Index scores of the rows that answer, second layer")
-ax.legend(loc="upper left", facecolor="0.4", labelcolor="white")
-fig.colorbar(image, label="score", pad=0.01)
+seen = np.where(np.arange(LENGTH) <= asking[:, None], shown, -np.inf)
+least = np.sort(seen, axis=1)[:, -config.index_topk, None]  # what the last selected token scores
+slots = np.where(seen >= least, seen, -np.inf)[:, 1 : 1 + (LENGTH - 1) // 4 * 4].reshape(QUESTIONS, -1, 4).max(2)
+where = dict(extent=(1, 1 + 4 * slots.shape[1], QUESTIONS - 0.5, -0.5), aspect="auto", interpolation="nearest")
+image = ax.imshow(np.where(np.isfinite(slots), slots, np.nan), cmap="cividis_r", **where)
+ax.set_facecolor("0.95")
+ax.plot(wanted, np.arange(QUESTIONS), "o", mfc="none", mec=ORANGE, mew=1.4, ms=8, label="the digit that answers")
+ax.plot(asking, np.arange(QUESTIONS), "-", color="0.3", lw=1, label="the row itself")
+ax.set(xlabel="position of the key $s$", ylabel="question", title="What the rows that answer select, second layer")
+ax.legend(loc="lower right")
+fig.colorbar(image, label="index score of a record's best token; grey: not selected", pad=0.01)
 plt.show()
 
 rank = np.array([(row[: t + 1] > row[w]).sum() for row, t, w in zip(shown, asking, wanted, strict=True)])
@@ -175,7 +179,7 @@ else:
 # layer's indexer replaced.
 
 # %%
-KS = (8, 16, 32, 64)
+KS = (8, 16, 64)
 rows = {
     "its own indexer": (own, dict(color=BLUE, marker="o", lw=2)),
     "4-bit keys": (four_bits, dict(color=GREEN, marker="s", ls="--")),
@@ -196,7 +200,7 @@ for name, (_, style) in rows.items():
     ax.plot(KS, answered[name], label=name, ms=6, **style)
 ax.axhline(dense, color="0.3", lw=0.8, label="dense attention")
 ax.axhline(0.1, color="0.8", lw=0.8)
-ax.text(KS[-1], 0.115, "a guess", ha="right", color="0.5")
+ax.text(KS[0], 0.115, "a guess", color="0.5")
 ax.set_xscale("log", base=2)
 ax.set_xticks(KS, map(str, KS))
 ax.set(xlabel=f"tokens that each row reads, of up to {LENGTH}", ylabel="questions answered", ylim=(0, 1.04))
@@ -204,9 +208,9 @@ ax.yaxis.set_major_formatter(lambda v, _: f"{v:.0%}")
 ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
-assert dense >= 0.99
-assert answered["its own indexer"][-1] >= 0.99
-assert answered["most recent"][-1] < 0.5 and answered["random"][-1] < 0.5
+assert dense >= 0.97 and answered["its own indexer"][-1] >= dense - 0.02
+assert answered["best head alone"][-1] < answered["its own indexer"][-1]
+assert answered["most recent"][-1] < 0.2 and answered["random"][-1] < 0.2
 
 # %% [markdown]
 # ## The clock

@@ -99,7 +99,7 @@ def answered(model, attention="sparse"):
 
 
 table = {"random indexers": answered(model)}
-run("warmup", 256, 4, 120, 3e-3)
+run("warmup", 256, 4, 90, 3e-3)
 table["after the warm-up"] = answered(model)
 _, warm = (np.asarray(x) for x in look(model, text.tokens))
 
@@ -109,7 +109,7 @@ _, warm = (np.asarray(x) for x in look(model, text.tokens))
 # From here on attention reads what the indexers select, 64 of up to 512 tokens.
 
 # %%
-run("sparse", 512, 2, 40, 5e-4)
+run("sparse", 512, 2, 20, 5e-4)
 table["after the sparse stage"] = answered(model)
 _, sparse = (np.asarray(x) for x in look(model, text.tokens))
 table["the model as it came"] = answered(trained)
@@ -174,6 +174,6 @@ plt.show()
 at = KS.index(TOPK)
 print(f"top {TOPK}: " + ", ".join(f"{name} keeps {kept(scores)[at]:.0%}" for name, (scores, _) in lines.items()))
 assert kept(before)[at] < 0.5 * kept(warm)[at]
-assert kept(warm)[at] > 0.7
-assert table["random indexers"] < 0.5 < 0.9 < table["after the warm-up"]
-assert curves[119]["kl"] < 0.5 * curves[0]["kl"]
+assert kept(warm)[at] > 0.5 * kept(attention)[at]
+assert table["random indexers"] < 0.3 and table["after the sparse stage"] > 0.8
+assert curves[89]["kl"] < 0.5 * curves[0]["kl"]

@@ -40,13 +40,13 @@ BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 # %% [markdown]
 # ## Change something
 #
-# A few steps of sparse training on short texts, with a tenth of the usual learning rate: enough that no other
+# Two steps of sparse training on short texts, with a tenth of the usual learning rate: enough that no other
 # checkpoint has these weights, so that what answers below can only be them.
 
 # %%
 model = load_hf(MODEL, dtype=jnp.float32, progress=False)
-taken = list(steps(model, Stage("sparse", 256, 4, 6, 5e-5), jax.random.key(0)))
-print(f"after 6 steps: {float(taken[-1]['answers']):.1%} of answers right, KL {float(taken[-1]['kl']):.2f}")
+taken = list(steps(model, Stage("sparse", 256, 4, 2, 5e-5), jax.random.key(0)))
+print(f"after 2 steps: {float(taken[-1]['answers']):.1%} of answers right, KL {float(taken[-1]['kl']):.2f}")
 
 # %% [markdown]
 # ## Save
