@@ -42,7 +42,7 @@ CONFIG = DeepseekV32Config(
     first_k_dense_replace=2,
     index_n_heads=8,
     index_topk=64,
-    max_position_embeddings=16384,
+    max_position_embeddings=163840,
     rope_parameters=RopeParameters(
         rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
     ),
