@@ -1,7 +1,7 @@
 """``python -m jax_mla.recall.train OUT --preset h200``: trains the model of ``jax_mla.recall`` from nothing.
 
 Three kinds of stages, as DeepSeek-V3.2 was trained: ``dense``, the language model over contexts that grow; ``warmup``,
-the indexers alone learn what dense attention looks at (all else stands still: no gradient reaches it); ``sparse``, the
+the indexers alone learn what dense attention looks at (all else stands still, and no gradient of it is computed); ``sparse``, the
 model reads only what is selected, and the indexers go on learning. Texts are made on the device, so nothing is read.
 
 Writes into ``OUT``: ``log.jsonl``, a line every few steps; ``stage-N``, the model in float32 after each stage, which
@@ -109,15 +109,16 @@ def steps(model: DeepseekV32, stage: Stage, key: jax.Array) -> Iterator[dict[str
 
     The model has its new weights when this is exhausted, and not before.
     """
-    graph, state = nnx.split(model)
+    trained = nnx.PathContains("indexer") if stage.kind == "warmup" else nnx.Everything()
+    graph, state, still = nnx.split(model, trained, ...)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, stage.rate, min(50, stage.steps // 4), stage.steps, stage.rate / 10
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.95))
 
-    def step(state: Any, moments: Any, key: jax.Array):
+    def step(state: Any, moments: Any, still: Any, key: jax.Array):
         batch = tasks.mixed(key, stage.batch, stage.length)
-        loss = lambda state: losses(nnx.merge(graph, state), batch, stage.kind)  # noqa: E731
+        loss = lambda state: losses(nnx.merge(graph, state, still), batch, stage.kind)  # noqa: E731
         gradient, figures = jax.grad(loss, has_aux=True)(state)
         updates, moments = optimizer.update(gradient, moments, state)
         return optax.apply_updates(state, updates), moments, figures
@@ -126,7 +127,7 @@ def steps(model: DeepseekV32, stage: Stage, key: jax.Array) -> Iterator[dict[str
     state = jax.tree.map(jnp.copy, state)  # the model keeps its own until the end
     moments = optimizer.init(state)
     for number in range(stage.steps):
-        state, moments, figures = compiled(state, moments, jax.random.fold_in(key, number))
+        state, moments, figures = compiled(state, moments, still, jax.random.fold_in(key, number))
         yield figures
     nnx.update(model, state)
 
