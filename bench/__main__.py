@@ -17,6 +17,7 @@ from bench.run import Outcome, outcomes
 from bench.sets import OPS, SETS, cases
 from bench.stream import PARTS
 from bench.timing import Roofline
+from jax_mla.recall.evaluate import integers
 
 DEFAULT_SHAPES = {"cpu": "small", "gpu": "real"}
 DEFAULT_SECONDS = {"cpu": 0.4, "gpu": 0.2}
@@ -283,43 +284,41 @@ def add_lines(table: Table, case: Case, measured: list[Outcome], roofline: Roofl
 
 
 @main.command()
-@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path), default=None, required=False)
-@click.option(
-    "--by", callback=some_of(("transformers", "nnx", "sglang")), help="Who runs the model. Default: all three."
-)
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path), required=False)
+@click.option("--by", callback=some_of(("transformers", "nnx", "SGLang")), help="Who runs it. Default: all three.")
 @click.option("--kv", callback=some_of(("bf16", "fp8_656", "fp8_576")), help="KV layouts. Default: all.")
-@click.option("--topk", callback=some_of(("0", "64", "128", "256")), help="Tokens that are selected; 0 is dense.")
-@click.option("--lengths", callback=some_of(("256", "1024", "2048", "4096", "8192")), help="Tokens of a text.")
-@click.option("--texts", default=2, show_default=True, help="Texts for each figure, of 64 questions each.")
-@click.option("--sabotage/--no-sabotage", default=True, help="Selections that must not work, too.")
+@click.option("--topk", default="0,64,128,256", show_default=True, callback=integers, help="0 is dense.")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a line a figure here."
+    "--lengths", default="1024,2048,4096,8192", show_default=True, callback=integers, help="Tokens of a text."
 )
-@click.option("--card", type=click.Path(dir_okay=False, path_type=Path), help="Write the model card's tables here.")
-def recall(model, by, kv, topk, lengths, texts, sabotage, json_file, card) -> None:
-    """What the trained model answers, by who runs it, KV layout and selection."""
-    import json
+@click.option("--texts", type=click.IntRange(2), default=2, show_default=True, help="For each figure; an even number.")
+@click.option("--sabotage/--no-sabotage", default=True, show_default=True, help="Selections that must not work, too.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="A file of figures: see above."
+)
+@click.option("--card", is_flag=True, help="Keep all in bench/results/recall.jsonl, and put it on the model's card.")
+def recall(model, by, kv, topk, lengths, texts, sabotage, json_file, card):
+    """What the trained MODEL answers (jax_mla.recall's own if not given), by who runs it, KV layout and selection; and
+    with selections that must not work.
 
-    from bench import recall as table
-    from jax_mla.recall import MODEL
+    Figures are added to the file as they come; those that it has already, of the same weights and as many texts, are
+    not measured again, so that a run which was cut short goes on.
+    """
+    from bench import recall as bench
 
-    folder, console, cells = model or MODEL, Console(), []
-    sizes = [int(n) for n in lengths if n != "256" or len(lengths) == 1]
-    given = [table.texts(n, texts, questions=min(table.QUESTIONS, n // 16)) for n in sizes]
-    ks = [int(k) for k in topk]
-    made = [table.RUNTIMES[name](folder, layout, ks, given) for layout in kv for name in by]
-    if sabotage:
-        made.append(table.of_sabotage(folder, min(k for k in ks if k), given))
-    for figures in made:
-        for cell in figures:
-            cells.append(cell)
-            console.print(f"{cell.runtime}, {cell.kv}, {cell.selection}, {cell.length:,} tokens: {cell.share:.1%}")
-            if json_file:
-                with json_file.open("a") as lines:
-                    lines.write(json.dumps(cell.json()) + "\n")
-    console.print(table.table(cells))
+    if texts % 2:
+        raise click.BadParameter(f"--texts: expected an even number, since two are run at a time, got {texts}")
+    if min(topk) < 0:
+        raise click.BadParameter(f"--topk: expected 0 or more, got {min(topk)}")
+    if card and (model or json_file):
+        raise click.UsageError("--card is of the model that comes with the package, and of bench/results/recall.jsonl")
+    try:
+        file = bench.KEPT if card else json_file
+        cells = bench.run(model or bench.MODEL, bench.ways(by, kv, topk, sabotage), lengths, texts, file)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
     if card:
-        card.write_text(table.markdown(cells))
+        bench.CARD.write_text(bench.on_card(bench.CARD.read_text("utf-8"), bench.markdown(cells)), "utf-8")
 
 
 if __name__ == "__main__":

@@ -11,28 +11,38 @@ that the model finds likeliest is the answer. Then, in our module alone, the sel
   backends are TileLang's; the attention is ours all the same.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import click
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from rich.console import Console
 from rich.table import Table
 
+from bench import results
 from bridge.demo.recall import Text, likeliest, text
 from jax_mla.layouts import KV_BF16, KV_FP8_576, KV_FP8_656, KVLayout
 from jax_mla.nn import load_hf, with_selectors
+from jax_mla.recall import MODEL
 from jax_mla.recall.evaluate import SABOTAGES
 from jax_mla.recall.model import with_topk
+from jax_mla.recall.tasks import SLOT
 
+KEPT = results.RESULTS / "recall.jsonl"
+CARD = MODEL / "README.md"
 LENGTHS = (1024, 2048, 4096, 8192)
-SELECTIONS = (0, 64, 128, 256)
+TOPK = (0, 64, 128, 256)
 """``index_topk``; 0 is dense."""
 QUESTIONS = 64
+"""At the end of a text; a quarter of its slots where it is too short for so many."""
 TILELANG = ("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang")
 LAYOUTS: dict[str, tuple[KVLayout, tuple[str, ...]]] = {
     "bf16": (KV_BF16, ("--kv-cache-dtype", "bfloat16")),
@@ -40,11 +50,32 @@ LAYOUTS: dict[str, tuple[KVLayout, tuple[str, ...]]] = {
     "fp8_576": (KV_FP8_576, ("--kv-cache-dtype", "fp8_e4m3", *TILELANG)),
 }
 """By name, and what SGLang is told."""
+BEGIN, END = "<!-- python -m bench recall --card -->", "<!-- end -->"
+
+Answer = Callable[[Sequence[Text]], Iterable[np.ndarray]]
+"""The likeliest token after each position of each text."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Who runs the model, and how."""
+
+    runtime: str
+    kv: str
+    topk: int
+    sabotage: str = ""
+
+    @property
+    def selection(self) -> str:
+        return (f"top {self.topk}" if self.topk else "dense") + (f", {self.sabotage}" if self.sabotage else "")
+
+    def __str__(self) -> str:
+        return f"{self.runtime}, {self.kv}, {self.selection}"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure: ``right`` of ``questions`` answered by ``runtime``."""
+    """One figure: ``right`` of the ``questions`` of texts of ``length`` tokens are answered."""
 
     runtime: str
     kv: str
@@ -54,108 +85,114 @@ class Cell:
     questions: int
 
     @property
-    def share(self) -> float:
-        return self.right / self.questions
-
-    def json(self) -> dict[str, Any]:
-        return asdict(self) | {"share": round(self.share, 4)}
+    def percent(self) -> float:
+        return 100 * self.right / self.questions
 
 
-def texts(length: int, count: int, questions: int = QUESTIONS, seed: int = 1 << 20) -> list[Text]:
-    """``count`` texts that end in ``questions`` questions."""
-    return [text(length, questions, seed + i) for i in range(count)]
+def ways(by: Sequence[str], kv: Sequence[str], topk: Sequence[int], sabotage: bool) -> list[Way]:
+    """All that are measured, in the table's order. Sabotaged is the smallest selection there is."""
+    made = [Way(name, layout, k) for layout in kv for k in topk for name in by]
+    least = min((k for k in topk if k), default=0)
+    return made + [Way("nnx", "bf16", least, name) for name in SABOTAGES if sabotage and least]
 
 
-def name_of(topk: int) -> str:
-    return f"top {topk}" if topk else "dense"
-
-
-def _cells(runtime: str, kv: str, selection: str, given: Sequence[Text], likeliest: Callable) -> Cell:
-    right = sum(text.right(likeliest(text)) for text in given)
-    return Cell(runtime, kv, selection, len(given[0].tokens), right, sum(len(text.answers) for text in given))
-
-
-def nnx_likeliest(model: Any, attention: Any) -> Callable[[Text], np.ndarray]:
+@contextmanager
+def by_nnx(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
+    how: dict[str, Any] = dict(quantize_indexer=True, hadamard=True, kv_layout=LAYOUTS[way.kv][0])
+    model = load_hf(folder, dtype=jnp.float32, progress=False, **how)
+    if way.topk:
+        model = with_topk(model, way.topk)
+    if way.sabotage:
+        model = with_selectors(model, SABOTAGES[way.sabotage])
     graph, state = nnx.split(model)
 
     @jax.jit
     def run(state, tokens):
         model = nnx.merge(graph, state)
-        return model.head(model.hidden(tokens[None], attention)).argmax(-1)[0]
+        return model.head(model.hidden(tokens, "sparse" if way.topk else "dense")).argmax(-1)
 
-    return lambda text: np.asarray(run(state, jnp.asarray(text.tokens)))
+    def answer(texts: Sequence[Text]) -> Iterator[np.ndarray]:
+        for two in zip(texts[::2], texts[1::2], strict=True):  # a neighbour's selection needs a neighbour
+            yield from np.asarray(run(state, jnp.asarray(np.stack([one.tokens for one in two]))))
 
-
-def of_nnx(folder: Path, kv: str, topks: Iterable[int], all_texts: Sequence[Sequence[Text]]) -> Iterator[Cell]:
-    """Our module's figures."""
-    how: dict[str, Any] = dict(quantize_indexer=True, hadamard=True, kv_layout=LAYOUTS[kv][0])
-    model = load_hf(folder, dtype=jnp.float32, progress=False, **how)
-    for topk in topks:
-        run = nnx_likeliest(with_topk(model, topk) if topk else model, "sparse" if topk else "dense")
-        for given in all_texts:
-            yield _cells("nnx", kv, name_of(topk), given, run)
+    yield answer
 
 
-def of_sabotage(folder: Path, topk: int, all_texts: Sequence[Sequence[Text]]) -> Iterator[Cell]:
-    """Our module's figures with selections that must not work; texts are taken two at a time, for the neighbour's."""
-    model = with_topk(load_hf(folder, dtype=jnp.float32, progress=False, quantize_indexer=True, hadamard=True), topk)
-    for name, make in SABOTAGES.items():
-        graph, state = nnx.split(with_selectors(model, make))
-
-        @jax.jit
-        def run(state, tokens, graph=graph):
-            other = nnx.merge(graph, state)
-            return other.head(other.hidden(tokens, "sparse")).argmax(-1)
-
-        for given in all_texts:
-            likeliest = np.asarray(run(state, jnp.asarray(np.stack([text.tokens for text in given]))))
-            right = sum(text.right(row) for text, row in zip(given, likeliest, strict=True))
-            questions = sum(len(text.answers) for text in given)
-            yield Cell("nnx", "none", f"top {topk}, {name}", len(given[0].tokens), right, questions)
-
-
-def of_transformers(folder: Path, kv: str, topks: Iterable[int], all_texts: Sequence[Sequence[Text]]) -> Iterator[Cell]:
-    """transformers' figures."""
+@contextmanager
+def by_transformers(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from bridge.demo.hf import RoundingCache
 
-    layout = LAYOUTS[kv][0]
-    for topk in topks:
-        config = AutoConfig.from_pretrained(folder)
-        config.index_topk = topk or max(len(given[0].tokens) for given in all_texts)
-        how: Any = dict(dtype=torch.float32, attn_implementation="eager", config=config)
-        model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+    config = AutoConfig.from_pretrained(folder)
+    config.index_topk = way.topk or longest
+    how: Any = dict(dtype=torch.float32, attn_implementation="eager", config=config)
+    model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
 
-        def run(text: Text, model=model) -> np.ndarray:
-            ids = torch.tensor(text.tokens, dtype=torch.long)[None]
+    def answer(texts: Sequence[Text]) -> Iterator[np.ndarray]:
+        for one in texts:
+            ids, cache = torch.tensor(one.tokens, dtype=torch.long)[None], RoundingCache(model, LAYOUTS[way.kv][0])
             with torch.no_grad():
-                logits = model(ids, past_key_values=RoundingCache(model, layout), use_cache=True).logits
-            return logits[0].argmax(-1).numpy()
+                yield model(ids, past_key_values=cache, use_cache=True).logits[0].argmax(-1).numpy()
 
-        for given in all_texts:
-            yield _cells("transformers", kv, name_of(topk), given, run)
+    yield answer
 
 
-def of_sglang(folder: Path, kv: str, topks: Iterable[int], all_texts: Sequence[Sequence[Text]]) -> Iterator[Cell]:
-    """SGLang's figures, through our backend."""
-    import json
-
+@contextmanager
+def by_sglang(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
     from bridge.demo.server import serve
 
-    longest = max(len(given[0].tokens) for given in all_texts)
     size = ("--context-length", str(longest + 64), "--max-total-tokens", str(2 * longest + 1024))
     fixed = (*size, "--max-running-requests", "2", "--dtype", "bfloat16", "--disable-radix-cache", "--sleep-on-idle")
-    for topk in topks:
-        override = ("--json-model-override-args", json.dumps({"index_topk": topk or longest + 64}))
-        name = f"recall-{kv}-{topk}"
-        with serve(folder, *fixed, *LAYOUTS[kv][1], *override, name=name) as server:
-            for given in all_texts:
-                yield _cells("SGLang", kv, name_of(topk), given, partial(likeliest, server))
+    override = ("--json-model-override-args", json.dumps({"index_topk": way.topk or longest + 64}))
+    with serve(folder, *fixed, *LAYOUTS[way.kv][1], *override, name=f"recall-{way.kv}-{way.topk}") as server:
+        yield lambda texts: (likeliest(server, one) for one in texts)
 
 
-RUNTIMES = {"transformers": of_transformers, "nnx": of_nnx, "sglang": of_sglang}
+RUNTIMES = {"transformers": by_transformers, "nnx": by_nnx, "SGLang": by_sglang}
+
+
+def digest(folder: Path) -> str:
+    """Of the weights: SHA-256, 16 digits."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def read(file: Path, of: dict[str, Any]) -> list[Cell]:
+    """The figures that a file has of runs with these fields."""
+    if not file.exists():
+        return []
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    names = [field.name for field in fields(Cell)]
+    return [Cell(**{name: line[name] for name in names}) for line in lines if of.items() <= line.items()]
+
+
+def run(folder: Path, wanted: Sequence[Way], lengths: Sequence[int], texts: int, file: Path | None) -> list[Cell]:
+    """Measures, and returns, a figure for each way and length. Those that ``file`` has of this model and as many texts
+    are taken from there; the others are added to it as they come. Raises ``ValueError`` for a bad length."""
+    if min(lengths) < 4 * SLOT + 1:
+        raise ValueError(f"lengths: expected at least {4 * SLOT + 1}, a question and three records, got {min(lengths)}")
+    given = {n: [text(n, min(QUESTIONS, (n - 1) // SLOT // 4), (1 << 20) + i) for i in range(texts)] for n in lengths}
+    console, which = Console(width=None if Console().is_terminal else 160), dict(model=digest(folder), texts=texts)
+    context = results.context_of(jax.devices()[0]) | which
+    known = {(c.runtime, c.kv, c.selection, c.length): c for c in (read(file, which) if file else [])}
+    cells = []
+    for way in wanted:
+        names = (way.runtime, way.kv, way.selection)
+        missing = [n for n in lengths if (*names, n) not in known]
+        if missing:
+            with RUNTIMES[way.runtime](folder, way, max(lengths)) as answer:
+                for n in missing:
+                    right = sum(one.right(row) for one, row in zip(given[n], answer(given[n]), strict=True))
+                    cell = Cell(*names, n, right, sum(len(one.answers) for one in given[n]))
+                    known[*names, n] = cell
+                    console.print(f"{way}, {n:,} tokens: {cell.percent:.1f} %", highlight=False)
+                    if file:
+                        with file.open("a") as out:
+                            out.write(json.dumps(context | asdict(cell)) + "\n")
+        cells += [known[*names, n] for n in lengths]
+    console.print(table(cells))
+    return cells
 
 
 def table(cells: Sequence[Cell]) -> Table:
@@ -164,19 +201,28 @@ def table(cells: Sequence[Cell]) -> Table:
     view = Table("by", "KV cache", "selection", *(f"{n:,}" for n in lengths), title="% of questions answered")
     lines: dict[tuple[str, str, str], dict[int, float]] = {}
     for cell in cells:
-        lines.setdefault((cell.runtime, cell.kv, cell.selection), {})[cell.length] = 100 * cell.share
+        lines.setdefault((cell.runtime, cell.kv, cell.selection), {})[cell.length] = cell.percent
     for names, line in lines.items():
         view.add_row(*names, *(f"{line[n]:.1f}" if n in line else "" for n in lengths))
     return view
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """The same as the model card has it: a row for each layout and selection, transformers / nnx / SGLang in a cell."""
+    """The same as the model's card has it: a row for each layout and selection, the three runtimes in a cell."""
     lengths = sorted({cell.length for cell in cells})
-    found = {(c.runtime, c.kv, c.selection, c.length): 100 * c.share for c in cells}
+    found = {(c.runtime, c.kv, c.selection, c.length): c.percent for c in cells}
     lines = [f"| KV cache | selection | {' | '.join(f'{n:,}' for n in lengths)} |", "|---" * (2 + len(lengths)) + "|"]
     for kv, selection in dict.fromkeys((c.kv, c.selection) for c in cells):
-        at = [[found.get((r, kv, selection, n)) for r in ("transformers", "nnx", "SGLang")] for n in lengths]
+        at = [[found.get((name, kv, selection, n)) for name in RUNTIMES] for n in lengths]
         columns = [" / ".join("–" if x is None else f"{x:.1f}" for x in row) for row in at]
         lines.append(f"| {kv} | {selection} | {' | '.join(columns)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def on_card(card: str, tables: str) -> str:
+    """The card with these tables in place of those that it has, between `BEGIN` and `END`."""
+    before, found, rest = card.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise click.ClickException(f"--card: expected {BEGIN} and, after it, {END} in the model's card, found none")
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
