@@ -13,7 +13,7 @@ that the model finds likeliest is the answer. Then, in our module alone, the sel
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -97,7 +97,7 @@ def ways(by: Sequence[str], kv: Sequence[str], topk: Sequence[int], sabotage: bo
 
 
 @contextmanager
-def by_nnx(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
+def by_nnx(folder: Path, way: Way, longest: int) -> Generator[Answer]:
     how: dict[str, Any] = dict(quantize_indexer=True, hadamard=True, kv_layout=LAYOUTS[way.kv][0])
     model = load_hf(folder, dtype=jnp.float32, progress=False, **how)
     if way.topk:
@@ -108,7 +108,7 @@ def by_nnx(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
 
     @jax.jit
     def run(state, tokens):
-        model = nnx.merge(graph, state)
+        model: Any = nnx.merge(graph, state)
         return model.head(model.hidden(tokens, "sparse" if way.topk else "dense")).argmax(-1)
 
     def answer(texts: Sequence[Text]) -> Iterator[np.ndarray]:
@@ -119,7 +119,7 @@ def by_nnx(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
 
 
 @contextmanager
-def by_transformers(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
+def by_transformers(folder: Path, way: Way, longest: int) -> Generator[Answer]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -140,7 +140,7 @@ def by_transformers(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
 
 
 @contextmanager
-def by_sglang(folder: Path, way: Way, longest: int) -> Iterator[Answer]:
+def by_sglang(folder: Path, way: Way, longest: int) -> Generator[Answer]:
     from bridge.demo.server import serve
 
     size = ("--context-length", str(longest + 64), "--max-total-tokens", str(2 * longest + 1024))

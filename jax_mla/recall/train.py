@@ -1,8 +1,9 @@
 """``python -m jax_mla.recall.train OUT --preset h200``: trains the model of ``jax_mla.recall`` from nothing.
 
 Three kinds of stages, as DeepSeek-V3.2 was trained: ``dense``, the language model over contexts that grow; ``warmup``,
-the indexers alone learn what dense attention looks at (all else stands still, and no gradient of it is computed); ``sparse``, the
-model reads only what is selected, and the indexers go on learning. Texts are made on the device, so nothing is read.
+the indexers alone learn what dense attention looks at (all else stands still, and no gradient of it is computed);
+``sparse``, the model reads only what is selected, and the indexers go on learning. Texts are made on the device, so
+nothing is read.
 
 Writes into ``OUT``: ``log.jsonl``, a line every few steps; ``stage-N``, the model in float32 after each stage, which
 ``--start`` goes on from; ``model``, the result in bf16 with its tokenizer, for transformers, SGLang and ``load_hf``.
@@ -69,14 +70,16 @@ PRESETS = {
     ),
     "cpu": Preset(
         (
-            Stage("dense", 64, 32, 200, 2e-3),
-            Stage("dense", 256, 16, 300, 2e-3),
-            Stage("dense", 1024, 4, 400, 1e-3),
-            Stage("dense", 8192, 1, 150, 5e-4),
-            Stage("warmup", 1024, 4, 600, 3e-3),
-            Stage("warmup", 8192, 1, 150, 2e-3),
-            Stage("sparse", 1024, 4, 300, 5e-4),
-            Stage("sparse", 8192, 1, 150, 5e-4),
+            Stage("dense", 64, 32, 150, 2e-3),
+            Stage("dense", 256, 16, 150, 2e-3),
+            Stage("warmup", 512, 4, 150, 3e-3),
+            Stage("sparse", 512, 4, 60, 5e-4),
+            Stage("dense", 1024, 4, 80, 1e-3),
+            Stage("warmup", 1024, 4, 200, 3e-3),
+            Stage("warmup", 4096, 1, 60, 2e-3),
+            Stage("sparse", 1024, 4, 120, 5e-4),
+            Stage("sparse", 4096, 1, 60, 5e-4),
+            Stage("warmup", 4096, 1, 60, 1e-3),
         ),
         "float32",
     ),
